@@ -8,7 +8,9 @@ a prompt to the last token. `floor` are the tokens per second of a device that d
 read: in each pass all weights that it multiplies, and the keys and values of all texts at half
 their length, at the speed at which the device copies 256 MiB. With --kv-dtype another line says how
 far log-probabilities are from those with keys and values in the model's format, on average over the
-likeliest tokens of texts, up to the first one that differs.
+likeliest tokens of texts, up to the first one that differs. With --prompts N a last line says how
+fast prompts of N tokens are computed, as many texts together as in the last row, beside the forward
+pass of training over the same tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -27,10 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llmq import __version__
 from llmq.base.dtypes import MIB, U8, parse_dtype
 from llmq.model.generator import Request
+from llmq.model.inference import Scorer, placed_to_read
 from llmq.options.presets import preset
 from llmq.run.sampling import Sampler
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine
+from llmq.runtime.plan_device import PlanDevice
+from llmq.state.params import weight_table
+from llmq.state.weights import Weights
 
 COPIED, COPIES = 256 * MIB, 5
 FEW = 4  # texts of which log-probabilities are compared
@@ -115,6 +124,40 @@ def requests_of(model: str, texts: int, prompt: int, new: int) -> list[Request]:
     return [Request(each, new, seed=i) for i, each in enumerate(ids)]
 
 
+def seconds_of(work: Callable[[], object], repeats: int) -> float:
+    """The median of so many runs, behind one that warms up."""
+    found = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def prompts_beside_forward(
+    machine: Machine, model: str, dtypes: Dtypes, texts: int, length: int, repeats: int
+) -> tuple[float, float]:
+    """Tokens a second of prompts of so many texts, each with one new token, and of the forward
+    pass over the same tokens with their losses."""
+    requests, config = requests_of(model, texts, length, 1), preset(model)
+    with opened(machine, model, dtypes, texts, length + 1) as sampler:
+        generate = partial(deque, maxlen=0)
+        prompts = seconds_of(lambda: generate(sampler.generator.stream(requests)), repeats)
+    dtype, table, plan = parse_dtype(dtypes.model), weight_table(config), PlanDevice(machine.spec)
+    placement = placed_to_read(config, table, dtype, dtypes.base)
+    how = {"base_dtype": dtypes.base}
+    Scorer(plan, config, Weights(plan, table, placement), **how).rehearse(texts, length)
+    dev, ids = machine.open(plan.sizes()), np.array([r.prompt for r in requests], np.int32)
+    try:
+        weights = Weights(dev, table, placement)
+        weights.init(config, 0)
+        scorer = Scorer(dev, config, weights, **how)
+        forward = seconds_of(lambda: scorer.score(ids, [ids]), repeats)
+    finally:
+        dev.close()
+    return texts * length / prompts, texts * length / forward
+
+
 def measure(
     machine: Machine,
     model: str,
@@ -159,6 +202,7 @@ def main(
     prompt: int = 16,
     new: int = 128,
     repeats: int = 5,
+    prompts: Annotated[int, typer.Option(help="Tokens of prompts that are timed.")] = 0,
 ) -> None:
     """Print a table."""
     machine = choose_machine(device, 1)
@@ -181,6 +225,11 @@ def main(
     if kv_dtype is not None:
         far = difference(machine, model, dtypes, prompt, new)
         print(f"\nmean |difference| of log-probabilities with {kv_dtype}: {far:.2g}")
+    if prompts:
+        sizes = (rows[-1].texts, prompts, repeats)
+        one, other = prompts_beside_forward(machine, model, dtypes, *sizes)
+        ratio = f"{one / other:.2f} x forward's {other:,.0f}"
+        print(f"\nprompts of {prompts}: {one:,.0f} tokens/s, {ratio}")
 
 
 if __name__ == "__main__":

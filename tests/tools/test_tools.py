@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -181,13 +182,25 @@ def test_profile_step(tool):
 
 def test_decode_speed(tool, capsys):
     speed = tool("decode_speed")
-    speed.main(texts="1,3", device="cpu", kv_dtype="e4m3", prompt=3, new=4, repeats=1)
-    title, rate, _, _, _, *rows, _, far = capsys.readouterr().out.splitlines()
+    speed.main(texts="1,3", device="cpu", kv_dtype="e4m3", prompt=3, new=4, repeats=1, prompts=8)
+    title, rate, _, _, _, *rows, _, far, _, prompts = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"prompts of 8: [0-9,]+ tokens/s, [0-9.]+ x forward's [0-9,]+", prompts)
     form = "matrices in bf16, 3 + 4 tokens, keys and values in e4m3"
     assert title.endswith(f", CPU, tiny, {form}")
     assert 0 <= float(far.removeprefix("mean |difference| of log-probabilities with e4m3: ")) < 0.1
     assert rate.startswith("copies ")
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 3"]
+
+
+def test_generate_beside(tool, capsys, monkeypatch):
+    beside = tool("generate_beside")
+    monkeypatch.setattr(beside, "apart", lambda side, job: side(job))
+    how = {"model_dtype": "fp32", "prompt": 5, "new": 3, "warm_ups": 0, "repeats": 1}
+    beside.main("tiny-llama", "1,2", "cpu", compiled="none", **how)
+    versions, title, _, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert versions.startswith("transformers ") and title.startswith("tiny-llama, fp32, 5 + 3 tok")
+    assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 2"]
+    assert all(row.endswith("| 100% |") for row in rows)
 
 
 def test_rl_sums(tool, capsys, monkeypatch):
