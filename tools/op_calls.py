@@ -59,7 +59,15 @@ from llmq.ops.experts import expert_rows, expert_scale, grouped, route
 from llmq.ops.loss import cross_entropy, distill, grpo, labels, mtp, pairs, sample
 from llmq.ops.pointwise import clock, elementwise, embedding, gelu, norm, reduce, swiglu
 from llmq.ops.product import adapter, matmul, matmul_fused, skinny
-from llmq.ops.quantize import four_bits, fp8_blocks, fp8_scale, nvfp4, quantize, quantize_int8
+from llmq.ops.quantize import (
+    four_bits,
+    fp8_blocks,
+    fp8_scale,
+    nvfp4,
+    quantize,
+    quantize_int8,
+    ternary,
+)
 from llmq.ops.update import adamw, galore, global_norm, muon
 from llmq.ref.experts.route import sums_size
 from llmq.ref.quantize.four_bits import scale_levels
@@ -836,6 +844,19 @@ def _columns_stochastic(dev: Device, scalars: Tensor, **args: Any) -> None:
     quantize_int8.columns(dev, **args, stochastic=rounding)
 
 
+def _ternary_scales(dev: Device, scale: Tensor, w: Tensor) -> None:
+    ternary.scales(dev, scale, w, w.shape[:1])
+
+
+def ternary_calls(rows: int, cols: int) -> list[Call]:
+    shared = {"w": bf16(rows, cols), "scale": f32(rows, value=0.7)}
+    return [
+        Call("scales", _ternary_scales, shared),
+        Call("codes", ternary.codes, shared | {"q": Spec((rows, cols), I8)}),
+        Call("round", ternary.round_, shared | {"out": bf16(rows, cols)}),
+    ]
+
+
 def quantize_int8_calls(rows: int, cols: int) -> list[Call]:
     x = bf16(rows, cols)
     by_rows = {"q": Spec((rows, cols), I8), "scale": f32(rows), "x": x}
@@ -1174,6 +1195,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "swiglu": swiglu_calls,
     "heads": heads_calls,
     "labels": labels_calls,
+    "ternary": ternary_calls,
     "value_norm": value_norm_calls,
 }
 

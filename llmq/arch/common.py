@@ -27,7 +27,7 @@ _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 """Fields of ModelConfig with factors that most architectures fix to 1."""
 
-QUANTIZATIONS = ("bitsandbytes", "compressed-tensors", "fp8", "modelopt", "mxfp4")
+QUANTIZATIONS = ("bitnet", "bitsandbytes", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 """Kinds of codes, by quantization_config's quant_method, that checkpoint/coded decodes."""
 
 

@@ -160,6 +160,14 @@ class Int8:
     ones: Tensor
 
 
+class Int8Rows(NamedTuple):
+    """A matrix as signed bytes: row r ~ codes[r] * scale[r]. codes: I8 (rows, features), which a
+    product sums. scale: F32 (rows,)."""
+
+    codes: Tensor
+    scale: Tensor
+
+
 class Nf4Run(NamedTuple):
     """Rows [first, first + rows) of a matrix (N, K), of modules of one size, as NF4 codes that lie
     together: see `ops.quantize.four_bits`."""
@@ -240,7 +248,7 @@ class Rounded:
 
 Coded = Bytes | Mxfp4 | Nf4
 """A weight that products of few rows decode."""
-Operand = Tensor | Fp8 | Int8 | Rounded | Coded
+Operand = Tensor | Fp8 | Int8 | Int8Rows | Rounded | Coded
 
 
 def tensor_of(x: Operand) -> Tensor:

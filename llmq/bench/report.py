@@ -20,7 +20,7 @@ plan). start: from the command to the end of the first step."""
 
 
 # Names of runs whose products have another format than the model.
-_PRODUCTS = {"e4m3": "fp8", "int8": "int8"}
+_PRODUCTS = {"e4m3": "fp8", "int8": "int8", "ternary": "ternary"}
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:

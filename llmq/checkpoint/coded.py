@@ -372,10 +372,44 @@ def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> 
     return CodedMatrix(codes, shape, decode, NF4.name)
 
 
+# ------------------------------------------------------------------------------------------------
+# BitNet's files (transformers): codes of 2 bits, each plus 1, of one scale.
+#
+# NAME.weight        U8 (out / 4, in), of rows r, r + out/4, ..., the first in the lowest bits
+# NAME.weight_scale  one number: value = code / number; with linear_class autobitlinear, times
+
+
+def decode_bitnet(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == "U8"]:
+        scale = tensors.pop(f"{name}_scale").flat().astype(np.float32)
+        if scale.shape != (1,) or len(tensors[name].shape) != 2:
+            raise LlmqError(f"'{tensors[name].path}': {name} has not one scale")
+        factor = scale[0] if config.get("linear_class") == "autobitlinear" else 1 / scale[0]
+        tensors[name] = _bitnet(tensors[name], factor)
+
+
+def _bitnet(packed: FileTensor, factor: np.float32) -> CodedMatrix:
+    quarter, columns = packed.shape
+
+    def decode(start: int, stop: int) -> np.ndarray:
+        out = np.empty((stop - start, columns), np.float32)
+        for place in range(4):
+            first = place * quarter
+            low, high = max(start, first), min(stop, first + quarter)
+            if low < high:
+                part = packed.flat((low - first) * columns, (high - first) * columns)
+                codes = (part >> 2 * place & 3).astype(np.int8) - 1
+                out[low - start : high - start] = codes.reshape(-1, columns) * factor
+        return out
+
+    return CodedMatrix(packed, (4 * quarter, columns), decode)
+
+
 Tensors = dict[str, Any]
 """FileTensor or CodedMatrix, by name."""
 
 _DECODE = (
+    decode_bitnet,
     decode_bitsandbytes,
     decode_compressed_tensors,
     decode_fp8,

@@ -242,7 +242,8 @@ Out = option(Path, "Folder, or FILE.gguf.", "--out", "--out-dir", metavar="PATH"
 Format = option(
     str,
     "hf: as transformers and peft load it. gguf: a file for llama.cpp. fp8: as "
-    "transformers and vLLM load it with compressed-tensors.",
+    "transformers and vLLM load it with compressed-tensors. bitnet: ternary matrices in 2 bits, as "
+    "transformers loads them.",
     "--format",
 )
 
@@ -256,7 +257,8 @@ def export(
     to: Format = "hf",
     dtype: option(
         str | None,
-        "hf, fp8: bf16 or fp32; gguf: also fp16, q8_0, q4_0; as the source if not given.",
+        "hf, fp8, bitnet: bf16 or fp32; gguf: also fp16, q8_0, q4_0, of ternary matrices tq2_0; as "
+        "the source if not given.",
         "--dtype",
         "--model-dtype",
     ) = None,

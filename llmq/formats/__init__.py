@@ -1,4 +1,4 @@
-"""Number formats, one file each: bf16 and fp32, e4m3 (also in blocks), int8, nf4,
+"""Number formats, one file each: bf16 and fp32, e4m3 (also in blocks), int8, ternary, nf4,
 mxfp4, nvfp4.
 
 `Operands` (`operands.py`) makes what the products of a model's blocks read: tensors or codes, in
@@ -17,6 +17,7 @@ from llmq.formats.nf4 import Nf4Storage
 from llmq.formats.nvfp4 import Nvfp4Storage
 from llmq.formats.operands import Operands
 from llmq.formats.storage import Storage
+from llmq.formats.ternary import TernaryOperands
 from llmq.options.groups.precision import PrecisionOptions
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
@@ -26,6 +27,7 @@ OPERANDS: dict[str, type[Operands]] = {
     "bf16": Operands,
     "e4m3": E4m3Operands,
     "int8": Int8Operands,
+    "ternary": TernaryOperands,
 }
 """Class of operands, by --matmul-dtype."""
 

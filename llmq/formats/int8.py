@@ -15,9 +15,11 @@ codes.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 
 import numpy as np
 
+from llmq.arch.matrix import Matrix
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I8
 from llmq.base.operand import Bytes, BytesRun, Int8, Operand, Rounded, Stochastic
@@ -39,7 +41,9 @@ class Int8Operands(Operands):
         self.multiplied = I8
         self._scalars, self._seq_len = scalars, options.batch.local_seq_len
 
-    def pair(self, which: str, a: Operand, b: Operand, salt: int = 0) -> tuple[Operand, Operand]:
+    def pair(
+        self, temps: ExitStack, which: str, a: Operand, b: Operand, matrix: Matrix, salt: int
+    ) -> tuple[Operand, Operand]:
         frozen = isinstance(b, Int8)
         if frozen and which == FORWARD:
             return a, b

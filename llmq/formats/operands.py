@@ -13,6 +13,7 @@ the same interface:
     Operands      the tensor itself
     E4m3Operands  its codes, made of the tensor, or by the kernel that makes the tensor
     Int8Operands  products make codes of tensors themselves
+    TernaryOperands  codes are made for each product
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from llmq.arch.matrix import Matrix
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.operand import Operand, OutBuffers, ProductOutput, Result
@@ -101,9 +103,12 @@ class Operands:
 
     # -- products --------------------------------------------------------------------------------
 
-    def pair(self, which: str, a: Operand, b: Operand, salt: int = 0) -> tuple[Operand, Operand]:
-        """Return both operands in the form that a product multiplies. which: FORWARD, BACKWARD or
-        WEIGHT. salt: a number unique to this weight, for stochastic rounding."""
+    def pair(
+        self, temps: ExitStack, which: str, a: Operand, b: Operand, matrix: Matrix, salt: int
+    ) -> tuple[Operand, Operand]:
+        """Return both operands in the form that a product with a block's matrix multiplies. which:
+        FORWARD, BACKWARD or WEIGHT. salt: a number unique to this weight, for stochastic
+        rounding."""
         return a, b
 
     def kept_codes(self, tensor_id: str) -> DType | None:

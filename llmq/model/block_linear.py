@@ -142,12 +142,18 @@ class BlockLinear:
                     magnitudes, bias = Magnitudes(parts.norms, w.magnitudes(key), bias), None
                 blocks = blocks_of(parts.times_alpha, b)
                 adapters = Adapters(hidden, b, blocks, magnitudes=magnitudes)
-            x, weight = self.operands.pair(FORWARD, x, w[key])
+            x, weight = self._pair(outer, FORWARD, ctx, key, x, w[key])
             product(
                 self.dev, out, x, weight, trans_b=True, bias=bias, adapters=adapters,
                 addend=addend, epilogue=epilogue, fast=FORWARD in self.operands.fast,
                 alpha=self._alpha(ctx.layer.index, key),
             )  # fmt: skip
+
+    def _pair(
+        self, temps: ExitStack, which: str, ctx: LayerContext, key: str, a: Operand, b: Operand
+    ) -> tuple[Operand, Operand]:
+        of = ctx.layer.index, key
+        return self.operands.pair(temps, which, a, b, self._matrices[of], self._numbers[of])
 
     def _of(self, ctx: LayerContext, key: str) -> _Parts | None:
         return self._parts.get((ctx.layer.index, key))
@@ -187,8 +193,7 @@ class BlockLinear:
                 output_gradients(self.dev, matrix, d_hidden, d_b, d_y, parts.hidden, b)
                 adapters = Adapters(d_hidden, a, dropout=self.dropout.mask(parts.salt))
             if d_x is not None:
-                salt = self._numbers[ctx.layer.index, key]
-                d_out, weight = self.operands.pair(BACKWARD, d_out, w[key], salt)
+                d_out, weight = self._pair(temps, BACKWARD, ctx, key, d_out, w[key])
                 product(
                     self.dev, d_x, d_out, weight, adapters=adapters, epilogue=epilogue,
                     fast=BACKWARD in self.operands.fast, alpha=self._alpha(ctx.layer.index, key),
@@ -206,10 +211,10 @@ class BlockLinear:
         it is not needed."""
         dev, g, parts = self.dev, ctx.g, self._of(ctx, key)
         if key in g:
-            salt = self._numbers[ctx.layer.index, key]
-            a, b = self.operands.pair(WEIGHT, d_out, x, salt)
             alpha = self._alpha(ctx.layer.index, key)
-            weight_gradient(dev, g[key], a, b, fast=WEIGHT in self.operands.fast, alpha=alpha)
+            with ExitStack() as temps:
+                a, b = self._pair(temps, WEIGHT, ctx, key, d_out, x)
+                weight_gradient(dev, g[key], a, b, fast=WEIGHT in self.operands.fast, alpha=alpha)
         d_bias = g.bias(key) if bias else None
         if d_bias is not None:
             reduce.bias_gradient(dev, d_bias, tensor_of(d_out))
@@ -227,8 +232,8 @@ class BlockLinear:
         """Gradient of DoRA's magnitudes. Computes the sum of both products again, because forward
         scaled, rotated or added it to the stream."""
         dev, w, parts = self.dev, ctx.w, self._of(ctx, key)
-        x, weight = self.operands.pair(FORWARD, x, w[key])
         with ExitStack() as temps:
+            x, weight = self._pair(temps, FORWARD, ctx, key, x, w[key])
             both = temps.enter_context(dev.scratch("sum", d_out.shape, d_out.dtype))
             tail = expanded(dev, temps, parts.times_alpha, w.adapters(key)[1])
             fast, alpha = FORWARD in self.operands.fast, self._alpha(ctx.layer.index, key)

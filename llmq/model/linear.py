@@ -32,16 +32,15 @@ class Linear:
         self, out: Tensor, x: Operand, weight: Operand, *, adapters: Adapters | None = None
     ) -> None:
         """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T; and adapters'."""
-        a, b = self.operands.pair(FORWARD, x, weight)
         product(
-            self.dev, out, a, b, trans_b=True, adapters=adapters,
+            self.dev, out, x, weight, trans_b=True, adapters=adapters,
             fast=FORWARD in self.operands.fast, alpha=self.alpha,
         )  # fmt: skip
 
     def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand) -> None:
         """d_x (rows, in_features) = alpha * d_out (rows, out_features) @ weight."""
-        a, b = self.operands.pair(BACKWARD, d_out, weight)
-        product(self.dev, d_x, a, b, fast=BACKWARD in self.operands.fast, alpha=self.alpha)
+        fast = BACKWARD in self.operands.fast
+        product(self.dev, d_x, d_out, weight, fast=fast, alpha=self.alpha)
 
     def weight_gradients(
         self, d_weight: Accumulator | None, d_bias: Accumulator | None, d_out: Operand, x: Operand
@@ -49,8 +48,7 @@ class Linear:
         """d_weight (out_features, in_features) = or += alpha * d_out^T @ x, d_bias the sum of
         d_out's rows. None: not wanted, because the parameter is frozen or there is none."""
         if d_weight is not None:
-            a, b = self.operands.pair(WEIGHT, d_out, x)
             fast = WEIGHT in self.operands.fast
-            weight_gradient(self.dev, d_weight, a, b, fast=fast, alpha=self.alpha)
+            weight_gradient(self.dev, d_weight, d_out, x, fast=fast, alpha=self.alpha)
         if d_bias is not None:
             reduce.bias_gradient(self.dev, d_bias, tensor_of(d_out))

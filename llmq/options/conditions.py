@@ -218,7 +218,7 @@ def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | No
     """The first size that products of 8-bit codes cannot have, as not_multiple."""
     from llmq.base.operand import CODES_MULTIPLE  # slow import, not for --help
 
-    if o.matmul_dtype not in ("e4m3", "int8"):
+    if o.matmul_dtype not in ("e4m3", "int8", "ternary"):
         return None
     return not_multiple(multiplied_sizes(model), CODES_MULTIPLE)
 

@@ -23,6 +23,7 @@ DTYPE_ALIASES = {
     "e4m3": ("e4m3", "fp8_e4m3", "f8_e4m3", "float8_e4m3", "float8_e4m3fn"),
     "e5m2": ("e5m2", "fp8_e5m2", "f8_e5m2", "float8_e5m2"),
     "int8": ("int8", "i8"),
+    "ternary": ("ternary", "bitnet"),
     "nf4": ("nf4",),
     "mxfp4": ("mxfp4",),
     "nvfp4": ("nvfp4",),
@@ -46,10 +47,7 @@ NONE = "none"
 AUTO = "auto"
 """Value of --vocab-size for the vocabulary of the training files."""
 
-SPLIT, SPLIT_PART = (
-    "split",
-    0.02,
-)  # share of the files: little noise
+SPLIT, SPLIT_PART = "split", 0.02  # share of the files: little noise
 """Value of --eval-file for a share of the training files, and the default share."""
 
 OF_TABLES = ("embedding", "head")

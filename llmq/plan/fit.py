@@ -274,7 +274,7 @@ def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
     these, MLPs that keep codes, 8-bit moments. best: the result of `fit`. Formats are tried even if
     the user gave others."""
     base = fit.base
-    fp8 = {} if base.is_fp8 else FP8
+    fp8 = {} if base.is_fp8 or base.matmul_dtype == "ternary" else FP8
     alone = _Tried(fit, best, {}, fit.changes_of(best))
     products = _Tried(fit, best, fp8, ()) if fp8 else alone
     found = [products.gain] if products.gains_over(alone) else []

@@ -113,7 +113,7 @@ def speed_of_light(
     flops = flops_per_token(
         model, config.seq_len, adapters_of(config), config.mtp_part(config.batch_size)
     )
-    formats = (config.matmul_dtype, config.head_dtype, config.model_dtype)
+    formats = (config.product_dtype, config.head_dtype, config.model_dtype)
     of_card = dict(zip(_NAMES, found, strict=True))
     used = [of_card[name] for name in formats]
     if min(used) == 0:  # the card has no fp8

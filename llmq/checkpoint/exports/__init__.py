@@ -11,6 +11,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.locks import lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.export_files import export_owner, exported_files
+from llmq.checkpoint.exports.bitnet import Bitnet
 from llmq.checkpoint.exports.card import write_card
 from llmq.checkpoint.exports.format import ExportFormat, HuggingFace
 from llmq.checkpoint.exports.fp8 import Fp8
@@ -20,7 +21,9 @@ from llmq.checkpoint.extra_tensors import opened_extra
 from llmq.checkpoint.hub import check_upload, upload
 from llmq.options.option_types import parse_dtype_name
 
-EXPORTS: dict[str, type[ExportFormat]] = {made.name: made for made in (HuggingFace, Gguf, Fp8)}
+EXPORTS: dict[str, type[ExportFormat]] = {
+    made.name: made for made in (HuggingFace, Gguf, Fp8, Bitnet)
+}
 """Formats by the value of --format."""
 
 

@@ -21,6 +21,7 @@ from llmq.report.plot import read_log
 CARD = "README.md"
 _MARK = "Written by `llmq export`."
 _LIBRARIES = {"hf": "transformers", "fp8": "transformers", "gguf": "gguf"}
+_LIBRARIES |= {"bitnet": "transformers"}
 # Options left out of the card: paths, which hold on one machine and may name a user, and prompts.
 _PRIVATE = ("model", "adapter", "out_dir", "checkpoint_dir", "log_file", "train_file", "eval_file")
 _PRIVATE += ("eval_task", "scores", "sample_prompt", "tensorboard", "wandb", "prompts", "reward")

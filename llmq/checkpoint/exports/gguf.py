@@ -23,6 +23,7 @@ from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
 from llmq.checkpoint.exports import gguf_halves
+from llmq.checkpoint.exports.bitnet import is_rounded, rounded, rounded_matrices
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
 from llmq.checkpoint.exports.gguf_halves import Made, kind_of
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
@@ -36,10 +37,12 @@ from llmq.ref.quantize.four_bits import mxfp4_encode
 from llmq.state.params import PEFT_PREFIX, Param
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+DTYPES |= {"tq2_0": "TQ2_0"}
 """GGUF's names of tensor types, by --dtype."""
-_WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0}
+_WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0, "TQ2_0": 1 / 2048}
 """Largest quantization error, relative to the largest value of the block: half a step or a whole
-step, and rounding of the scale. MXFP4 is exact: its values come from MXFP4 codes."""
+step, and rounding of the scale. MXFP4 is exact: its values come from MXFP4 codes. TQ2_0's
+values are ternary already, and the scale is rounded."""
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
 _STILL = 1e30  # divisor of the frequency of channels that are not turned, as the converter has it
@@ -106,6 +109,8 @@ class Gguf(ExportFormat):
         warn(*_otherwise(model))
         if source.coded == "mxfp4" and not source.exact:
             warn("experts are written decoded: after a merge codes of 4 bits may not hold them")
+        if dtype == "tq2_0":
+            rounded_matrices(source, "--dtype tq2_0")
         if source.adapters is None and source.tokenizer is None:
             warn("no tokenizer is known of this model: the file has none")
         made = {tensor.name for each in _tensors(source, dtype).values() for tensor in each}
@@ -234,7 +239,18 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
         name += f".lora_{adapter[1].lower()}" if adapter else ""
         return _Tensor(name, shape, _kind(name, shape, dtype=dtype, source=source), made)
 
-    return {param: [tensor(*each) for each in _made_of(model, param)] for param in _params(source)}
+    made = {param: [tensor(*each) for each in _made_of(model, param)] for param in _params(source)}
+    if dtype == "tq2_0":
+        keys = rounded_matrices(source, "--dtype tq2_0")
+        for param in (param for param in made if is_rounded(param, keys)):
+            made[param] = [_ternary(tensor, param) for tensor in made[param]]
+    return made
+
+
+def _ternary(tensor: _Tensor, param: Param) -> _Tensor:
+    """The tensor with the values that products multiply, as codes where blocks divide its rows."""
+    made = lambda values: tensor.made(rounded(param, values))  # noqa: E731
+    return tensor._replace(kind="F16" if tensor.shape[-1] % 256 else "TQ2_0", made=made)
 
 
 def _made_of(model: ModelConfig, param: Param) -> Iterator[Made]:
@@ -282,6 +298,7 @@ def _kind(name: str, shape: tuple[int, ...], *, dtype: str, source: Source) -> s
         return "MXFP4"
     head = "token_embd.weight" if source.model.tied_embeddings else "output.weight"
     kind = "Q8_0" if dtype == "q4_0" and name == head else DTYPES[dtype]
+    kind = "F16" if kind == "TQ2_0" else kind  # but for matrices of blocks, see _ternary
     return "F16" if kind in _WORST and shape[-1] % _BLOCK else kind
 
 

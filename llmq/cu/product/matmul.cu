@@ -67,7 +67,7 @@ __device__ __forceinline__ void find_tile(i64& row, i64& column, i64 M, i64 N) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul_int8(D* __restrict__ out, const i8* __restrict__ a, const i8* __restrict__ b,
             const f32* __restrict__ scale_a, const f32* __restrict__ scale_b,
-            const bf16* __restrict__ bias, i64 M, i64 N, i64 K, f32 alpha) {
+            const D* __restrict__ bias, i64 M, i64 N, i64 K, f32 alpha) {
     extern __shared__ __align__(128) char shared[];
     i64 row, column;
     find_tile(row, column, M, N);
@@ -79,8 +79,8 @@ matmul_int8(D* __restrict__ out, const i8* __restrict__ a, const i8* __restrict_
         if (r < M && c < N) {
             const float own = scale_a[r] * alpha;
             const Four<f32> scale = *reinterpret_cast<const Four<f32>*>(scale_b + c);
-            Four<bf16> more;
-            if (BIAS) { more = *reinterpret_cast<const Four<bf16>*>(bias + c); }
+            Four<D> more;
+            if (BIAS) { more = *reinterpret_cast<const Four<D>*>(bias + c); }
             Four<D>* const to = reinterpret_cast<Four<D>*>(out + r * N + c);
             Four<D> result;
             if (ACCUMULATE) { result = *to; }

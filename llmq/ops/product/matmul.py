@@ -274,7 +274,7 @@ WARP_M, STEP = 64, 64  # rows of a warp, bytes of a step in cu/product/matmul.cu
 MATMUL_INT8, MATMUL_INT8_ACCUMULATE = _adding_too(
     "product/matmul.cu",
     "matmul_int8",
-    "i8[M,K] a, i8[N,K] b, f32[M] scale_a, f32[N] scale_b, bf16[N]? bias, "
+    "i8[M,K] a, i8[N,K] b, f32[M] scale_a, f32[N] scale_b, D[N]? bias, "
     "i64 M, i64 N, i64 K, f32 alpha",
     where=f"{_WHOLE}, K <= {MOST_TERMS}",
 )
@@ -341,7 +341,7 @@ def matmul_int8(
         b        in   I8           (N,K)
         scale_a  in   F32          (M,)
         scale_b  in   F32          (N,)
-        bias     in   BF16         (N,)    or None; added to every row; not with accumulate
+        bias     in   like out     (N,)    or None; added to every row; not with accumulate
 
     Cost:    2*M*N*K operations; one launch.
     """

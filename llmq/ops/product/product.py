@@ -21,6 +21,7 @@ from llmq.base.operand import (
     Epilogue,
     Fp8,
     Int8,
+    Int8Rows,
     Operand,
     ProductCodes,
     ProductOutput,
@@ -90,6 +91,11 @@ class _Terms(NamedTuple):
                 matmul_fp8, self.dev, a=self.left, b=self.right, scale_a=self.a.scale,
                 scale_b=self.b.scale, fast_accumulation=self.fast, alpha=self.alpha,
             )  # fmt: skip
+        if isinstance(self.b, Int8Rows):
+            return partial(
+                matmul_int8, self.dev, a=self.a.codes, b=self.b.codes, scale_a=self.a.scale,
+                scale_b=self.b.scale, alpha=self.alpha,
+            )  # fmt: skip
         return partial(_matmul_rounded if isinstance(self.b, Rounded) else _matmul_int8, self)
 
     @property
@@ -143,7 +149,8 @@ class _Terms(NamedTuple):
 
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Sizes for the choice of a route; None: no fused kernel has these operands."""
-        if isinstance(self.b, Int8 | Rounded | Coded) or self.right.dtype is E4M3_HALF:
+        coded = Int8 | Int8Rows | Rounded | Coded
+        if isinstance(self.b, coded) or self.right.dtype is E4M3_HALF:
             return None
         adapters, left, right = self.adapters, self.left, self.right
         if adapters is not None and not (adapters.at_once and adapters.hidden.dtype == BF16):

@@ -22,7 +22,9 @@ def _formats(name: str, *codes: str) -> Iterator[Rule]:
 
     def others(v: str, o: Options) -> str | None:
         allowed = (o.model_dtype, *(codes if o.model_dtype == "bf16" else ()))
-        return None if v in allowed else f"{o.model_dtype}, use {' or '.join(allowed)}"
+        return (
+            None if v in (*allowed, "ternary") else f"{o.model_dtype}, use {' or '.join(allowed)}"
+        )
 
     return refused(name, others, "{value} does not go with --model-dtype {found}")
 
@@ -35,7 +37,14 @@ class PrecisionOptions:
     master_dtype: str | None = dtype_option(None, "Format of the weights the optimizer updates")
     grad_accum_dtype: str | None = dtype_option(None, "Format in which gradients are summed")
     matmul_dtype: str | None = dtype_option(
-        None, "Format in which the products of the blocks run", "e4m3", "int8"
+        None,
+        "Format in which the products of the blocks run; ternary: forward with weights -1, 0 and 1",
+        *("e4m3", "int8", "ternary"),
+    )
+    ternary_of: str = option(
+        "all",
+        "Matrices with --matmul-dtype ternary; the others have products in --model-dtype",
+        choices=("all", "mlp", "attention"),
     )
     gradient_dtype: str | None = dtype_option(
         None, "Format of output gradients in these products", *FP8_DTYPES, "int8"
@@ -73,6 +82,12 @@ class PrecisionOptions:
         return self.matmul_dtype == "e4m3"
 
     @property
+    def product_dtype(self) -> str | None:
+        """Format of the products of backward: --matmul-dtype, or --model-dtype where rounding is
+        passed straight through."""
+        return self.model_dtype if self.matmul_dtype == "ternary" else self.matmul_dtype
+
+    @property
     def own_master(self) -> bool:
         """True if master weights have another dtype than the model's weights."""
         return self.master_dtype != self.model_dtype
@@ -103,7 +118,11 @@ PRECISION_RULES = (
     default("matmul_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("head_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("mlp_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
-    default("gradient_dtype", lambda o: o.matmul_dtype, help="as --matmul-dtype if not given"),
+    default(
+        "gradient_dtype",
+        lambda o: o.product_dtype,
+        help="as --matmul-dtype if not given, with ternary as --model-dtype",
+    ),
     *refused(
         "head_dtype",
         lambda v, o: o.head == "score" and v == "e4m3",
@@ -137,6 +156,11 @@ PRECISION_RULES = (
         "e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight changes, "
         "so that one in a wider format would be memory for nothing",
     ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o: v == "ternary" and (o.wants_adapters or o.is_quantized),
+        "ternary is for weights that are trained: leave it out beside adapters and --base-dtype",
+    ),
     *_formats("matmul_dtype", "e4m3", "int8"),
     *refused(
         "gradient_dtype",
@@ -151,7 +175,7 @@ PRECISION_RULES = (
     ),
     *refused(
         "gradient_dtype",
-        lambda v, o: not o.is_fp8 and v != o.matmul_dtype,
+        lambda v, o: not o.is_fp8 and v != o.product_dtype,
         "{value} needs --matmul-dtype e4m3, which is {matmul_dtype}",
     ),
     *refused(
@@ -191,7 +215,7 @@ PRECISION_RULES = (
     ),
     *refused(
         "matmul_dtype",
-        lambda v, o, model: v == "int8" and model.experts is not None,
+        lambda v, o, model: v in ("int8", "ternary") and model.experts is not None,
         "there is no {value} product for experts: use {model_dtype}",
     ),
     *refused(

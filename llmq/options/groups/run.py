@@ -210,6 +210,7 @@ RUN_RULES = (
         "--eval-file or --eval-task",
     ),
     *without("debug_log_abs_max fp8_fast_accumulation", lambda o: o.is_fp8, "--matmul-dtype e4m3"),
+    *without("ternary_of", lambda o: o.matmul_dtype == "ternary", "--matmul-dtype ternary"),
     *idle(
         "eval_every_n_steps eval_num_steps eval_seed",
         lambda v, o, length: v > 0 and not (o.validates or o.eval_sets),
