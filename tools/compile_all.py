@@ -47,6 +47,7 @@ from llmq.state.weights import Weights
 # By capability: multiprocessors of a typical card, KiB of shared memory for one block at most.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
 FP8, INT8 = {"matmul_dtype": "e4m3"}, {"matmul_dtype": "int8"}
+TERNARY = {"model_dtype": "fp32", "matmul_dtype": "ternary"}  # int8 products with F32 results
 REGISTERS = 65536  # of a multiprocessor
 RESERVED = 1024  # bytes of shared memory that CUDA takes beside a block's own
 
@@ -247,6 +248,7 @@ def all_runs(capability: int) -> list[Run]:
             runs.append(Run(name, tuple((fields | {"mlp_dtype": "e4m3"}).items())))
     # These presets cover all layouts and tiles of int8 products.
     runs += [Run(name, tuple(INT8.items())) for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B")]
+    runs += [Run(name, tuple(TERNARY.items())) for name in ("tiny", "Qwen2.5-72B")]
     of_one = [INT8 | ADAPTERS, INT8 | {"grad_accum_dtype": "fp32"}, *formats()]
     for name in ("bf16", "fp32"):
         for base in (None, "e4m3", "e4m3-blocks", "int8", "nf4", "nvfp4"):

@@ -17,6 +17,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.base.stopwatch import START
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
+from llmq.checkpoint.bitnet import stored_as_trained
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import HubModel
 from llmq.checkpoint.extra_tensors import opened_extra
@@ -138,6 +139,11 @@ class InitialWeights:
             if config.trains_mtp:
                 table = weight_table(model, 1, self.adapters)
                 self.weights.claim(p for slab in table for p in slab.params if p.block == MTP)
+            if self.weights.coded == "bitnet" and config.matmul_dtype != "ternary":
+                warn(
+                    f"products rounded the weights of {config.model} in its training: without "
+                    "--matmul-dtype ternary losses are others"
+                )
             base, kept_by = config.base_dtype, self.weights.kept_by
             if config.is_quantized and kept_by not in (None, base):
                 line = f"--base-dtype {base} rounds the codes of {config.model} anew"
@@ -278,10 +284,11 @@ class InitialWeights:
         config = self.config
         origin = {"made": made, "run": run, "hub": HubModel.of(config)}
         if self.adapters is None:
-            dtype = parse_dtype(config.model_dtype)
+            stored = stored_as_trained(parse_dtype(config.model_dtype), self.model, config)
             export_model(
-                directory, self.model, read, dtype, tokenizer, source=self.exported, **origin
-            )
+                directory, self.model, read, stored.dtype, tokenizer, source=self.exported,
+                stored=stored, **origin,
+            )  # fmt: skip
             return
         origin["base"], saved = self.base, AdapterConfig.of(config)
         export_adapter(directory, self.model, self.adapters, saved, read, tokenizer, **origin)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.exports import export
 from llmq.ref.quantize.ternary import ternary_of
-from tests.bitnet import BitLinear
+from tests.bitnet import AutoBitLinear, BitLinear
 from tests.models import LOSS_RTOL, exported, random_batch, torch_loss, trainer_for
 
 
@@ -27,12 +27,13 @@ def trained(path, folder, **options):
 @pytest.mark.parametrize(("name", "of"), [("qwen2", "all"), ("phi3", "mlp")])
 def test_transformers_has_the_loss_of_the_training(name, of, tmp_path):
     loss, batch = trained(exported(name), tmp_path / "c", ternary_of=of)
-    export(tmp_path / "c", tmp_path / "m", to="bitnet", verify=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    layers = [m for m in model.model.layers[0].modules() if isinstance(m, BitLinear)]
-    assert len(layers) == {"qwen2": 7, "phi3": 2}[name]
-    with torch.no_grad():
-        assert torch_loss(model, [batch]).item() == pytest.approx(loss, rel=LOSS_RTOL)
+    for to, kind in {"bitnet": BitLinear, "hf": AutoBitLinear}.items():
+        export(tmp_path / "c", tmp_path / to, to=to, verify=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / to, dtype="float32")
+        layers = [m for m in model.model.layers[0].modules() if isinstance(m, kind)]
+        assert len(layers) == {"qwen2": 7, "phi3": 2}[name]
+        with torch.no_grad():
+            assert torch_loss(model, [batch]).item() == pytest.approx(loss, rel=LOSS_RTOL)
 
 
 def test_gguf_has_the_codes(tmp_path):

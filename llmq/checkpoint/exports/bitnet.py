@@ -10,63 +10,44 @@ their codes.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llmq.base.dtypes import F32, OPTION_DTYPES, U8, DType
 from llmq.base.errors import LlmqError
+from llmq.checkpoint.bitnet import bitnet_fields, is_rounded, rounded
 from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.exports.format import ExportFormat, write_model
 from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hf import StoredAs
 from llmq.checkpoint.safetensors_file import TensorSpec
 from llmq.formats.ternary import rounded_keys
+from llmq.options.options import TrainConfig
 from llmq.ref.quantize.ternary import ternary_of
 from llmq.state.params import Param
 
 PACKED = 4  # codes in a byte
 
 
-def rounded_matrices(source: Source, what: str) -> Collection[str]:
-    """Keys of the matrices that the source's training rounded. what: for the error. LlmqError if
-    it rounded none."""
+def ternary_run(source: Source, what: str) -> TrainConfig:
+    """The options of the source's run. what: for the error. LlmqError unless they are of ternary
+    training."""
     config = None if source.manifest is None else saved_config(source.manifest)
     if config is None or config.matmul_dtype != "ternary":
         raise LlmqError(f"{what}: only checkpoints of runs with --matmul-dtype ternary have codes")
-    return rounded_keys(source.model, config.ternary_of)
-
-
-def is_rounded(param: Param, keys: Collection[str]) -> bool:
-    """Whether products round a parameter. keys: of rounded matrices."""
-    return param.kind == "matrix" and param.block.startswith("layers.") and param.key in keys
-
-
-def rounded(param: Param, values: np.ndarray) -> np.ndarray:
-    """The values (rows, columns) that products multiply, F32: codes times each module's scale."""
-    out = np.empty(values.shape, np.float32)
-    for part in param.hf:
-        codes, scale = ternary_of(values[part.start : part.stop])
-        out[part.start : part.stop] = codes * (1 / (1 / scale))  # as readers compute
-    return out
+    return config
 
 
 class BitnetCodes(StoredAs):
     """Layout with packed codes of rounded matrices, other tensors in dtype. keys: of rounded
-    matrices. others: modules that stay as they are, submodules included."""
+    matrices. fields: of config.json."""
 
-    def __init__(self, dtype: DType, keys: Collection[str], others: Iterable[str]):
+    def __init__(self, dtype: DType, keys: Collection[str], fields: Mapping[str, Any]):
         super().__init__(dtype)
-        self._keys = keys
-        self.fields = {
-            "quantization_config": {
-                "quant_method": "bitnet",
-                "linear_class": "bitlinear",
-                "quantization_mode": "offline",
-                "modules_to_not_convert": ["lm_head", "score", *others],
-            }
-        }
+        self._keys, self.fields = keys, fields
 
     def specs(self, param: Param) -> list[TensorSpec]:
         if not is_rounded(param, self._keys):
@@ -103,7 +84,7 @@ class Bitnet(ExportFormat):
     name, dtypes = "bitnet", ("fp32", "bf16")
 
     def check(self, source: Source, dtype: str) -> None:
-        rounded_matrices(source, "--format bitnet")
+        ternary_run(source, "--format bitnet")
         if source.model.arch.transposed:
             raise LlmqError(
                 f"--format bitnet: transformers has no BitNet layers in {source.model.architecture}"
@@ -113,10 +94,9 @@ class Bitnet(ExportFormat):
         return exported_files(out)
 
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
-        keys = rounded_matrices(source, "--format bitnet")
-        params = (param for slab in source.table for param in slab.params)
-        plain = [p for p in params if p.kind == "matrix" and not is_rounded(p, keys)]
-        others = [part.name.removesuffix(".weight") for param in plain for part in param.hf]
-        others += [] if source.began_as is None else map(re.escape, sorted(source.began_as.parts))
-        stored = BitnetCodes(OPTION_DTYPES[dtype], keys, others)
-        return write_model(source, out, stored, verify)
+        config, model = ternary_run(source, "--format bitnet"), source.model
+        others = [] if source.began_as is None else map(re.escape, sorted(source.began_as.parts))
+        how = {"linear_class": "bitlinear", "quantization_mode": "offline"}
+        fields = bitnet_fields(model, config.ternary_of, others, **how)
+        keys = rounded_keys(model, config.ternary_of)
+        return write_model(source, out, BitnetCodes(OPTION_DTYPES[dtype], keys, fields), verify)

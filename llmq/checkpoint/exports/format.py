@@ -7,9 +7,10 @@ import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
+from llmq.checkpoint.bitnet import stored_as_trained
 from llmq.checkpoint.coded import CodedMatrix
 from llmq.checkpoint.export_files import exported_files
-from llmq.checkpoint.exports.source import Source
+from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hf import HfWeights, StoredAs, export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
@@ -65,7 +66,10 @@ class HuggingFace(ExportFormat):
                 out, source.model, source.adapters, source.settings, source.read,
                 source.tokenizer, check, **source.origin,
             )  # fmt: skip
-        return write_model(source, out, StoredAs(OPTION_DTYPES[dtype]), verify)
+        stored = StoredAs(OPTION_DTYPES[dtype])
+        if source.manifest is not None:
+            stored = stored_as_trained(stored.dtype, source.model, saved_config(source.manifest))
+        return write_model(source, out, stored, verify)
 
 
 def _verify_adapters(source: Source, folder: Path) -> None:

@@ -22,14 +22,16 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
+from llmq.checkpoint.bitnet import is_rounded, rounded
 from llmq.checkpoint.exports import gguf_halves
-from llmq.checkpoint.exports.bitnet import is_rounded, rounded, rounded_matrices
+from llmq.checkpoint.exports.bitnet import ternary_run
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
 from llmq.checkpoint.exports.gguf_halves import Made, kind_of
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import name_beside, stored_shape
+from llmq.formats.ternary import rounded_keys
 from llmq.ops.attention.rope import inverse_frequencies
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.ref.common import row_blocks
@@ -110,7 +112,7 @@ class Gguf(ExportFormat):
         if source.coded == "mxfp4" and not source.exact:
             warn("experts are written decoded: after a merge codes of 4 bits may not hold them")
         if dtype == "tq2_0":
-            rounded_matrices(source, "--dtype tq2_0")
+            ternary_run(source, "--dtype tq2_0")
         if source.adapters is None and source.tokenizer is None:
             warn("no tokenizer is known of this model: the file has none")
         made = {tensor.name for each in _tensors(source, dtype).values() for tensor in each}
@@ -241,7 +243,7 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
 
     made = {param: [tensor(*each) for each in _made_of(model, param)] for param in _params(source)}
     if dtype == "tq2_0":
-        keys = rounded_matrices(source, "--dtype tq2_0")
+        keys = rounded_keys(model, ternary_run(source, "--dtype tq2_0").ternary_of)
         for param in (param for param in made if is_rounded(param, keys)):
             made[param] = [_ternary(tensor, param) for tensor in made[param]]
     return made
