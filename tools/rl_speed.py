@@ -163,7 +163,7 @@ def row(side: str, found: Found, job: Job) -> str:
 
 
 def measured(side: str, job: Job) -> Found:
-    """Return the result of a side in a process of its own; `error`: the end of a failure's output."""
+    """Return the result of a side in a process of its own; `error`: the end of its output."""
     command = [
         sys.executable,
         __file__,
