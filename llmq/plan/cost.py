@@ -119,12 +119,12 @@ CUDNN_ATTENTION = {
 }
 # Our kernels, by largest head size; rate: FLOP/s of a SM. 64 and 128 are measured. Above,
 # rates follow from reads of shared memory for a FLOP, which limit backward of 128 (1.2 and 1.6
-# times as many as there), and forward of 512 from two barriers for 16 keys.
+# times as many as there), and forward of 512 from two barriers for 32 keys.
 NATIVE_ATTENTION = {
     "attention_forward": {
         64: Attention(1.86e12, 370, 140),
         256: Attention(2.45e12, 415, 140),
-        MAX_HEAD_DIM: Attention(1.6e12, 415, 140),
+        MAX_HEAD_DIM: Attention(1.8e12, 415, 140),
     },
     "attention_backward_tiles": {
         64: Attention(3.44e12, 423, 256),

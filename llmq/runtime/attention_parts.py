@@ -157,9 +157,11 @@ def _row_bytes(head_dim: int) -> int:
     return 2 * (head_dim if head_dim % 64 == 0 else head_dim + 8)
 
 
-def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
+def forward_tiles(
+    dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
+) -> Tiles:
     """Return the tiles of attention_forward: shared memory holds the queries and one step's keys
-    and values. masked: see compile_consts."""
+    and values. masked, small_shared: see compile_consts."""
     head_dim = in_tiles(head_dim)
     large, shares = head_dim > 128, head_dim > 256
     if dtype == F32:
@@ -168,7 +170,7 @@ def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
     # 32 queries a warp use each key fragment that is read from shared memory twice. Larger heads
     # leave registers for fewer scores, and then for fewer queries.
     own = 64 if large else 128
-    step = 16 if shares else 64 if head_dim <= (64 if masked else 80) else 32
+    step = 16 if shares and small_shared else 64 if head_dim <= (64 if masked else 80) else 32
     threads = 256 if shares else 128  # two warps share 16 rows, and halve the sums' columns
     return Tiles(own, step, threads, (own + 2 * step) * _row_bytes(head_dim))
 
@@ -210,7 +212,7 @@ def compile_consts(
         "SCORE_PARTS": 2 if head_dim > 256 and head_dim % 128 == 0 and not small_shared else 1,
     }
     for name, tiles in (
-        ("FORWARD", forward_tiles(dtype, head_dim, masked)),
+        ("FORWARD", forward_tiles(dtype, head_dim, masked, small_shared)),
         ("BACKWARD", backward),
     ):
         consts[f"{name}_OWN"] = tiles.own

@@ -164,13 +164,14 @@ def forward(
             dev.launch(CUDNN_FORWARD, 1, 1, args, cost=cost)
 
     def native() -> None:
-        tiles = forward_tiles(qkv.dtype, head_dim, mask.masked)
+        case = (qkv.dtype, head_dim, mask.masked, dev.spec.small_shared)
+        tiles = forward_tiles(*case)
         dev.launch(
             FORWARD,
             (ceil_div(seq_len, tiles.own), num_heads, batch),
             tiles.threads,
             (out, lse, qkv, *sizes),
-            consts=compile_consts(qkv.dtype, head_dim, mask.masked, dev.spec.small_shared),
+            consts=compile_consts(*case),
             smem=tiles.shared,
             cost=attention_cost(FORWARD, qkv.dtype, flops, seen),
         )

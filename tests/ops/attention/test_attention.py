@@ -401,8 +401,8 @@ def test_sums_over_heads(dev, rng, case, dtype):
 def test_tiles_fit(dtype, head_dim):
     """Consumer GPUs give a block 99 KiB of shared memory."""
     for chosen in (
-        attention.forward_tiles(dtype, head_dim),
-        attention.forward_tiles(dtype, head_dim, masked=True),
+        attention.forward_tiles(dtype, head_dim, small_shared=True),
+        attention.forward_tiles(dtype, head_dim, masked=True, small_shared=True),
         attention.backward_tiles(dtype, head_dim),
         attention.backward_tiles(dtype, head_dim, masked=True),
         attention.backward_tiles(dtype, head_dim, small_shared=True),
