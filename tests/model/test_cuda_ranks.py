@@ -83,6 +83,19 @@ def test_several_gpus_compute_what_one_does(path, world, alone, collectives, lev
         assert np.mean(all_of_them.waits) == pytest.approx(all_of_them.communication, rel=1e-12)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("collectives", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_several_gpus_divide_sequences(path, world, alone, collectives, parts):
+    if world % parts:
+        pytest.skip(f"{world} GPUs are no multiple of {parts}")
+    more = {"grad_accumulation": 4 * parts // world, "zero_level": 3, "recompute_block": True}
+    together = run(path, world, context_parallel=parts, **more, **collectives)
+    for one, all_of_them in zip(alone, together, strict=True):
+        assert one.tokens == all_of_them.tokens
+        np.testing.assert_allclose(all_of_them.loss, one.loss, rtol=1e-5)
+        np.testing.assert_allclose(all_of_them.norm, one.norm, rtol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, COPIES | {"zero_level": 3}], ids=["nccl", "copies"])
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss", "qwen3_5"])
 def test_experts_and_delta_nets_on_several_gpus(tmp_path, world, model, options):

@@ -183,22 +183,27 @@ def connect_streams(
     if len(devices) == 1:
         connect(devices, options)
         return None
-    memory = [allocate(dev, options)["shard"] for dev in devices]
-    memories = flags = None
-    if options.copies:
-        chunk = memory[0].staging.nbytes // STAGING_CHUNKS
-        rings = Rings([m.staging.ptr for m in memory], chunk, STAGING_CHUNKS)
-        flags = Flags([m.flags for m in memory])
+    memory = [allocate(dev, options) for dev in devices]
+    memories: dict[str, Memories] = {}
+    for axis in (axis for axis, own in memory[0].items() if own.flags is not None):
+        of_ranks = [own[axis] for own in memory]
+        chunk = of_ranks[0].staging.nbytes // STAGING_CHUNKS
+        rings = Rings([m.staging.ptr for m in of_ranks], chunk, STAGING_CHUNKS)
+        flags = Flags([m.flags for m in of_ranks])
         direct = [[kind != "staged" for kind in row] for row in kinds]
         beside_bus = [[kind == "beside" for kind in row] for row in kinds]
         places = [storages(dev) for dev in devices]
-        memories = Memories(places, flags, direct, beside_bus, rings)
-    watch = Watch(workers, list(range(len(devices))), [flags] if flags else [], [])
+        memories[axis] = Memories(places, flags, direct, beside_bus, rings)
+    flags = [each.flags for each in memories.values()]
+    watch = Watch(workers, list(range(len(devices))), flags, [])
     ranks, barrier = [], threading.Barrier(len(devices))
     for dev in devices:
         queue = StreamQueue(dev, devices, deaf, paced)
-        copies = Copies(dev, queue, memories, **of_copies) if options.copies else None
+        copies = {axis: Copies(dev, queue, m, axis, **of_copies) for axis, m in memories.items()}
         nccl = StreamNccl(dev, ranks, barrier) if options.nccl else None
-        comm = StreamComm(dev, "shard", nccl, watch, options, copies)
-        join(dev, lambda axis, comm=comm: comm)
-    return flags
+        ends = {
+            axis: StreamComm(dev, axis, nccl, watch, options, copies.get(axis))
+            for axis in ("shard", "context")
+        }
+        join(dev, ends.__getitem__)
+    return flags[0] if flags else None

@@ -43,13 +43,13 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", CHUNK)
 
 
-def run(world, kinds, program, *, pause=0.001, races=None, **how):
+def run(world, kinds, program, *, pause=0.001, races=None, context=1, **how):
     """program(dev, workers) in each rank's thread; everything done, the results by rank."""
     devices = [None] * world
 
     def rank_fn(rank, workers):
         options = {"pause": pause, "seed": world, "races": races}
-        dev = StreamDevice(SIZES, mesh=Mesh.of(world, rank), **options)
+        dev = StreamDevice(SIZES, mesh=Mesh.of(world, rank, context=context), **options)
         devices[rank] = dev
         workers.barrier()
         if rank == 0:
@@ -317,6 +317,36 @@ def test_mirrors_are_read_by_those_who_cannot_be_reached(kind, how):
                 mirrored = source != reader and kinds[reader][source] == "staged"
                 expected = content(source, step) * (-1 if mirrored else 1)
                 np.testing.assert_array_equal(parts[source], expected)
+
+
+@pytest.mark.parametrize(("world", "context"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
+def test_parts_of_sequences_are_exchanged_beside_gathers(world, context, kind):
+    """By flags and rings of their own; the source may be written at once."""
+
+    def program(dev, workers):
+        group, rank, found = dev.mesh.group("context"), dev.mesh.rank, []
+        names = {"x": context * N, "out": context * N, "own": N, "all": world * N}
+        x, out, own, whole = (dev.alloc(n, (s,), F32, "Weights") for n, s in names.items())
+        for step in range(REPEATS):
+            with dev.on("comm"):
+                dev.call(lambda step=step: own.numpy().fill(content(rank, step)[0]))
+                dev.mesh.group("shard").all_gather(whole, own)
+            for p in range(context):
+                piece, values = part(x, p, context), content(rank, step, p)
+                dev.call(lambda piece=piece, values=values: np.copyto(piece.numpy(), values))
+            group.exchange(out, x)
+            dev.call(lambda: found.append(out.numpy().copy()))
+        dev.synchronize()
+        return found
+
+    kinds = link_kinds(world, kind)
+    for rank, found in enumerate(run(world, kinds, program, context=context)):
+        mesh = Mesh.of(world, rank, context=context)
+        for step, parts in enumerate(found):
+            sources = mesh.ranks("context")
+            want = [content(source, step, mesh.index("context")) for source in sources]
+            np.testing.assert_array_equal(parts, np.concatenate(want))
 
 
 def test_without_its_flags_the_protocol_fails():

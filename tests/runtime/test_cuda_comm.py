@@ -325,6 +325,36 @@ def test_nccl_calls(machine, library):
     assert library.log == [(rank, "destroy") for rank in range(3)]
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.usefixtures("small_chunks")
+def test_ranks_that_divide_sequences_have_a_communicator_or_flags(machine, library, copies):
+    machine.runtime.devices = 4
+    devices = [CudaDevice(r, SIZES, mesh=Mesh.of(4, r, context=2)) for r in range(4)]
+    connect(devices, COPIES if copies else CommOptions(), Workers(4))
+    names = {tensor.name for _, tensor in devices[3].arenas["pinned"].tensors}
+    if copies:
+        assert library.log == []
+        assert {"comm.context_flags", "comm.context_staging"} < names
+    else:  # both pairs get ids; each rank sends to its neighbour, by its place in the pair
+        first = next(i for i, entry in enumerate(library.log) if "init" in entry)
+        log = [e for e in library.log[first:] if "init" in e or "send" in e]
+        assert log[:4] == [("init", 2, (1, 2, 3), place) for place in (0, 1, 0, 1)]
+        assert [(entry[0], entry[5]) for entry in log[4:]] == [(0, 1), (1, 0)] * 2
+        assert names == set()
+        library.log.clear()
+        x, out = (make(devices[2], 2 * N) for _ in range(2))
+        devices[2].mesh.group("context").exchange(out, x)
+        size, stream = 4 * N, devices[2].stream
+        assert library.log == [
+            "start",
+            (0, "send", part(x, 1, 2).ptr, size, 0, 1, stream),
+            (0, "recv", part(out, 1, 2).ptr, size, 0, 1, stream),
+            "end",
+        ]
+    for dev in devices:
+        dev.close()
+
+
 def test_nccl_of_several_processes(machine, library):
     """One grouped call of each process, with the first one's id; ranks count through."""
 
