@@ -26,13 +26,12 @@ from llmq.base.errors import LlmqError, warn
 from llmq.base.result import Result
 from llmq.bench.child import SETTLE, TIMED, WARM_UP, Job
 from llmq.options.adapters import adapters_of
-from llmq.options.cards import card_here
 from llmq.options.conditions import Ranks
 from llmq.options.options_io import make_config
 from llmq.options.presets import model_warnings
 from llmq.options.rules import RULES
 from llmq.plan.advice import shortages
-from llmq.plan.checks import plan_unchecked
+from llmq.plan.checks import plan_unchecked, planner_of
 from llmq.plan.cost import step_time
 from llmq.plan.memory import OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.sol import flops_per_token
@@ -149,6 +148,8 @@ def _measured(
         on_gpu = dev.kind == "cuda"
         for _ in range(WARM_UP - 1 - on_gpu):  # on a GPU `settle` below makes the last one
             trainer.step(batches)
+        while trainer.shares.measures:
+            trainer.step(batches)
         sensors = open_sensors(trainer.ranks.devices)
         if on_gpu:
             steps = settle(trainer, batches, steps)
@@ -185,9 +186,8 @@ def _measured(
 
 def predicted_speed(trainer: Trainer) -> float:
     """Tokens per second that `llmq plan` predicts for this card."""
-    dev = trainer.dev
-    card = card_here(dev.spec, trainer.world_size, cuda=dev.kind == "cuda")
-    return trainer.plan.tokens / step_time(trainer.plan, card).total
+    planner = planner_of(trainer.model, trainer.machine, trainer.config.attention)
+    return trainer.plan.tokens / planner.time(trainer.config, trainer.plan).total
 
 
 def _joules(gpus: list[NvmlGpu | None]) -> float | None:

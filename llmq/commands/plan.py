@@ -43,7 +43,7 @@ def _card_names() -> list[str]:
 
 CardName = option(
     str | None,
-    "Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
+    "Card to plan for, such as 4090 or '5060 ti 8gb', or '5090,3090' for two: predicts the speed.",
     metavar="NAME",
     autocompletion=starting_with(_card_names),
 )

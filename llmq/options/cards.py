@@ -411,6 +411,33 @@ def card_from(path: Path) -> Card:
         raise ConfigError(f"--card-file: {error}") from None
 
 
+def together(cards: Sequence[Card]) -> Card:
+    """Return what several cards have in common, as one: names and sources of all, the mean of the
+    power, of all else what the weakest has. cards: by rank."""
+    kinds = [*dict.fromkeys(cards)]
+    if len(kinds) == 1:
+        return kinds[0]
+    least = {name: min(getattr(c, name) for c in kinds) for name in ("memory", "link", "fp8")}
+    powers = [card.power for card in cards]
+    return replace(
+        min(kinds, key=lambda card: card.bf16),
+        name=" and ".join(card.name for card in kinds),
+        capability=min(card.capability for card in kinds),
+        source="; ".join(f"{card.name}: {card.source}" for card in kinds),
+        error=max((card.error for card in kinds if card.error is not None), default=None),
+        measured=None,
+        power=None if None in powers else round(sum(powers) / len(powers)),
+        **least,
+    )
+
+
+def cards_here(specs: Sequence[DeviceSpec]) -> tuple[Card, ...]:
+    """Return the cards of GPUs that differ, by rank, with measured rates of one of a kind; () for
+    GPUs that are all alike."""
+    differ = len({spec.name for spec in specs}) > 1
+    return tuple(rig_card(card_of(spec), 1) for spec in specs) if differ else ()
+
+
 def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
     """Return the card of this machine's devices, with measured rates if they are GPUs and have a
     card file."""

@@ -18,7 +18,7 @@ from llmq.ops.attention.paged import MAX_LATENT_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.delta import delta_rule, gated_norm, ssd
 from llmq.ops.pointwise.reduce import MAX_PARTS
-from llmq.options.cards import card_here
+from llmq.options.cards import card_here, cards_here, together
 from llmq.options.conditions import AttentionHere, Here, why_no_cudnn
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
@@ -178,6 +178,24 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     return config.attention
 
 
+def planner_of(model: ModelConfig, machine: Machine, backend: str) -> Planner:
+    """Return the planner of a machine's devices. backend: of `attention_backend`."""
+    world, on_gpus = machine.world, machine.kind == "cuda"
+    cards = cards_here(machine.specs) if on_gpus and not world.several else ()
+    card = together(cards) if cards else card_here(machine.spec, world.size, cuda=on_gpus)
+    network = Network(world.num_machines)
+    return Planner(
+        model,
+        machine.spec,
+        backend,
+        card,
+        world.size,
+        network=network,
+        gpus=world.ranks_here,
+        cards=cards,
+    )
+
+
 class RunPlan(NamedTuple):
     """A plan, its options, and its attention backend."""
 
@@ -201,17 +219,7 @@ def plan_unchecked(
     """Return the planner and the plan of a run, whether it fits or not; errors else as of
     plan_run."""
     check_machine(config, model, machine)
-    backend, spec = attention_backend(config, model, machine), machine.spec
-    network = Network(machine.world.num_machines)
-    card = card_here(spec, machine.world_size, cuda=machine.kind == "cuda")
-    planner = Planner(
-        model,
-        spec,
-        backend,
-        card,
-        machine.world_size,
-        network=network,
-        gpus=machine.world.ranks_here,
-    )
+    backend = attention_backend(config, model, machine)
+    planner = planner_of(model, machine, backend)
     planned = planner.with_fewest_parts(config)
     return planner, RunPlan(planner.plan(planned), planned, backend)

@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from llmq.base.dtypes import BF16
 from llmq.ops.attention.attention import MAX_HEAD_DIM
 from llmq.options.cards import Card
@@ -391,10 +393,13 @@ def step_time(
 ) -> StepTime:
     """Return the time of a step. All streams meet between micro-steps, and before the update.
     visible_share: as in Rates."""
-    return _step_time(plan, _rates(plan, card, visible_share, network))
+    return _step_time(plan, rates_of(plan, card, visible_share, network))
 
 
-def _rates(plan: Plan, card: Card, visible_share: float, network: Network) -> Rates:
+def rates_of(
+    plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
+) -> Rates:
+    """Return the rates of one of the plan's cards, arguments as of step_time."""
     gpus = plan.world_size // network.machines
     return Rates(
         card,
@@ -426,7 +431,7 @@ def rollout_time(
     """Return the time of a rollout of samples of --max-new-tokens behind prompts that leave no room
     in --seq-len, so that each sample is a sequence. A pass that decodes reads all weights, and keys
     and values of its texts, at the card's bandwidth, beside GRAPH_LAUNCH for each launch."""
-    rates, new = _rates(plan, card, 1.0, ONE_MACHINE), config.max_new_tokens
+    rates, new = rates_of(plan, card, 1.0, ONE_MACHINE), config.max_new_tokens
     prompts = -(-config.prompts_per_step // plan.world_size)
     texts, prompt = prompts * config.num_samples, config.seq_len - new
     at_once, passes = min(texts, generation.texts(config.seq_len)), generation.passes
@@ -471,7 +476,7 @@ def cost_by_kind(
 ) -> dict[str, KindCost]:
     """Return the cost of a step's launches, copies, fills and exchanges, sorted by name of kind.
     card: None leaves out seconds; other arguments as of step_time."""
-    rates = None if card is None else _rates(plan, card, visible_share, network)
+    rates = None if card is None else rates_of(plan, card, visible_share, network)
     found: dict[str, KindCost] = {}
     for trace, count in (*plan.micro_steps, (plan.update, 1)):
         for work in (item for item in trace if isinstance(item, Work)):
@@ -497,11 +502,13 @@ def exposed_seconds(
 
 
 def _step_time(plan: Plan, rates: Rates) -> StepTime:
-    parts = dict.fromkeys(PARTS, 0.0)
-    for trace, count in plan.micro_steps:
-        phase = replay(trace, rates)
-        for name, seconds in phase.busy.items():
-            parts[name] += count * seconds
-        parts["transfers"] += count * max(phase.wall - sum(phase.busy.values()), 0.0)
-    parts["optimizer"] = replay(plan.update, rates).wall
-    return StepTime(parts=parts)
+    seconds = sum(count * micro_step_parts(trace, rates) for trace, count in plan.micro_steps)
+    seconds = dict(zip(PARTS, np.broadcast_to(seconds, len(PARTS)).tolist(), strict=True))
+    return StepTime(parts=seconds | {"optimizer": replay(plan.update, rates).wall})
+
+
+def micro_step_parts(trace: Trace, rates: Rates) -> np.ndarray:
+    """Seconds of a micro-step by PARTS, F64; nothing for the optimizer."""
+    phase = replay(trace, rates)
+    waits = max(phase.wall - sum(phase.busy.values()), 0.0)
+    return np.array([(phase.busy | {"transfers": waits}).get(name, 0.0) for name in PARTS])

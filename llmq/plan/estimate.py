@@ -6,12 +6,14 @@ number of layers, plus one plan for each further kind, such as layers with and w
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.shares import EQUAL
 from llmq.model.activations import Recompute
 from llmq.options.cards import Card
 from llmq.options.option_types import layer_set
@@ -20,6 +22,7 @@ from llmq.plan.cost import ONE_MACHINE, Network, StepTime, step_time
 from llmq.plan.cost import PARTS as TIMES
 from llmq.plan.memory import needed_bytes, page_tables
 from llmq.plan.plan import PARTS, Plan, make_plan
+from llmq.plan.shares import ROWS, shared_time, shares_of, times_of
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.mesh import DATA
@@ -65,9 +68,12 @@ class Planner:
         visible_share: float = 1.0,
         network: Network = ONE_MACHINE,
         gpus: int | None = None,
+        cards: tuple[Card, ...] = (),
     ):
         """world_size: GPUs of all machines in the network. visible_share: as of step_time. gpus: of
-        the planned machine; None if all machines have equal numbers."""
+        the planned machine; None if all machines have equal numbers. cards: by rank if these
+        differ, on one machine; (): all are `card`."""
+        self.cards = cards
         self.network = network
         self.model, self.spec, self.backend = model, spec, backend
         self.card, self.world_size, self.visible_share = card, world_size, visible_share
@@ -86,6 +92,7 @@ class Planner:
             self.visible_share,
             self.network,
             self.gpus,
+            self.cards,
         )
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
@@ -117,7 +124,7 @@ class Planner:
 
     def exact(self, config: TrainConfig) -> Estimate:
         """Return the needs by the exact plan."""
-        return self._estimate(config, self._values(self.plan(config)))
+        return self._estimate(config, self._values(config, self.plan(config)))
 
     def estimate(self, config: TrainConfig) -> Estimate:
         """Return the needs by plans of few layers, where these are cheaper."""
@@ -161,25 +168,50 @@ class Planner:
         key = (config, layers, part)
         if key not in self._measured:
             few = self.of(self.model.with_layers(layers))
-            self._measured[key] = self._values(few.plan(config, (part,)))
+            self._measured[key] = self._values(config, few.plan(config, (part,)))
         return self._measured[key]
 
-    def _values(self, plan: Plan) -> np.ndarray:
-        """F64 (3 + parts,): bytes of arena, stack, host memory; seconds of each part."""
+    def _values(self, config: TrainConfig, plan: Plan) -> np.ndarray:
+        """F64 (3 + n,): bytes of arena, stack, host memory; seconds, as of `_times`."""
         stack = plan.usage.sizes["stack"]
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
+        return np.array([*memory, *self._times(config, plan)])
+
+    def _sharing(self, config: TrainConfig) -> tuple[Card, ...]:
+        """The cards by rank if ranks have shares; () if all ranks do the same."""
+        alike = () if config.share == EQUAL or self.gpus == 1 else (self.card,) * self.gpus
+        return self.cards or alike
+
+    def _times(self, config: TrainConfig, plan: Plan) -> Iterable[float]:
+        """Numbers from which `_time` follows, and which are sums over layers."""
+        if cards := self._sharing(config):
+            return times_of(plan, cards, self.visible_share).ravel()
         time = step_time(plan, self.card, self.visible_share, self.network)
-        return np.array([*memory, *(time.parts[name] for name in TIMES)])
+        return (time.parts[name] for name in TIMES)
+
+    def _time(self, config: TrainConfig, times: Sequence[float]) -> StepTime:
+        if cards := self._sharing(config):
+            return shared_time(config, np.reshape(times, (len(cards), ROWS, len(TIMES))))
+        return StepTime(parts=dict(zip(TIMES, times, strict=True)))
+
+    def time(self, config: TrainConfig, plan: Plan) -> StepTime:
+        """Return the time of a step. plan: of the config."""
+        return self._time(config, [*self._times(config, plan)])
+
+    def shares(self, config: TrainConfig, plan: Plan) -> list[int] | None:
+        """Return the micro-batches of a step by rank; None if all ranks do the same. plan: of the
+        config."""
+        cards = self._sharing(config)
+        return shares_of(config, times_of(plan, cards, self.visible_share)) if cards else None
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:
         arena, stack, host, *seconds = values.tolist()
         mesh = mesh_of(config, self.world_size, self.network.machines)
         tokens = config.batch_size * config.seq_len * config.grad_accumulation * mesh.size(*DATA)
-        parts = dict(zip(TIMES, seconds, strict=True))
         return Estimate(
             device=round(arena + stack) + page_tables(round(host), self.spec),
             host=round(host),
             tokens=tokens,
-            time=StepTime(parts=parts),
+            time=self._time(config, seconds),
         )

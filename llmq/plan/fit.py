@@ -18,6 +18,8 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError
+from llmq.base.shares import AUTO, EQUAL
+from llmq.options.conditions import exchanges_always
 from llmq.options.option_file import command_line
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.presets import PRESETS, released
@@ -59,6 +61,8 @@ class Fit:
         """base: options as given. fixed: names of options that keep their values."""
         if planner.spec != HOST_SPEC:  # the default is the number of this machine's GPUs
             base = replace(base, gpus=planner.gpus)
+        if planner.cards and "share" not in fixed and not exchanges_always(base):
+            base = replace(base, share=AUTO)
         self.base, self.planner, self.limits = base, planner, limits
         self.fixed = fixed - PRODUCT
         self.shrinker = Shrinker(planner, limits.less(ESTIMATE_MARGIN), self.fixed)
@@ -68,6 +72,9 @@ class Fit:
     def search(self) -> list[Candidate]:
         """Return the candidates of `found`. Raises OutOfMemory if nothing fits."""
         found = self.found()
+        if not found and self.base.share == AUTO and "share" not in self.fixed:
+            plain = replace(self.base, share=EQUAL)  # which may divide more among ranks
+            return Fit(plain, self.planner, self.limits, self.fixed | {"share"}).search()
         if not found:
             raise refusal(self.ladder()[0], self.planner, self.limits, self.fixed)
         return found

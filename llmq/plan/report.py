@@ -8,13 +8,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError, warn
+from llmq.base.shares import shown
 from llmq.options.conditions import Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import check_machine
-from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, rollout_time, step_time
+from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, rollout_time
 from llmq.plan.epoch import data_record, data_report
 from llmq.plan.fit import Fit, run_fit
 from llmq.plan.memory import (
@@ -68,10 +70,10 @@ def run_plan(
     if fit is not None:
         return run_fit(Fit(config, planner, where.limits, fit), where, json=json)
     plan = planner.plan(planner.with_fewest_parts(config))
-    speed = (where.card, where.visible_share, where.network)
-    time = step_time(plan, *speed) if where.named else None
+    time = planner.time(config, plan) if where.named else None
     disk = disk_use(config, model, plan.placement)
     record = plan_record(config, plan, model, where, time) | disk.record()
+    record |= {"shares": time and planner.shares(config, plan)}
     record |= {"trained_parameters": trained_count(config, model)}
     ssd = SsdUse.of(plan)
     record |= {} if ssd is None else {"ssd": asdict(ssd)}
@@ -114,6 +116,7 @@ def plan_report(
         "Device": where.spec.name,
         "Machines": None if plan.machines == 1 else _machines(plan),
         "Memory": mib(needed),
+        "Each card": _each_card(where, needed),
         "Teacher": mib(where.beside) + " more" if where.beside else None,
         "Host memory": mib(plan.host_bytes)
         if plan.host_bytes and where.spec != HOST_SPEC
@@ -123,6 +126,7 @@ def plan_report(
         "FLOPs per token": f"{record['flops_per_token'] / 1e9:.3f} G",
         **disk,
         **_speed_facts(record, where),
+        "Shares": record["shares"] and f"{shown(record['shares'])} micro-batches (--share)",
         "Fits": _verdict(record, where, free),
     }
     return ["[Allocator State]", *allocator_table(plan.usage, free), "", "[Plan]", *_lines(facts)]
@@ -168,6 +172,12 @@ def _rollout_lines(rollout: dict[str, Any]) -> list[str]:
 
 
 _lines = functools.partial(labelled, width=17)
+
+
+def _each_card(where: PlanTarget, needed: int) -> str | None:
+    """Text on the part of each card's memory that is needed, where cards differ."""
+    rooms = (f"{needed / GIB / card.memory:.0%} of {card.name}" for card in where.cards)
+    return ", ".join(dict.fromkeys(rooms)) or None
 
 
 def _machines(plan: Plan) -> str:
@@ -253,7 +263,7 @@ def _kinds(plan: Plan, where: PlanTarget) -> list[dict[str, Any]]:
 
 def _exposed(plan: Plan, where: PlanTarget) -> dict[str, float]:
     """Additional fields of a plan of several GPUs."""
-    if plan.world_size == 1:
+    if plan.world_size == 1 or where.cards:
         return {}
     shares = (where.visible_share, where.network)
     return {"exposed_seconds": exposed_seconds(plan, where.card, *shares)}

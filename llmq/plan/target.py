@@ -8,7 +8,17 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, warn
-from llmq.options.cards import Card, card_from, card_of, card_with, find_card, rig_card, spec_of
+from llmq.options.cards import (
+    Card,
+    card_from,
+    card_of,
+    card_with,
+    cards_here,
+    find_card,
+    rig_card,
+    spec_of,
+    together,
+)
 from llmq.options.conditions import offloads_optimizer
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
@@ -18,7 +28,7 @@ from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, kept_free, memory_limit
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.host_usage import available_host_memory
-from llmq.runtime.machine import PLAN_SPEC, choose_machine
+from llmq.runtime.machine import PLAN_SPEC, choose_machine, common_spec
 
 # Share of the power limit that a card draws while it waits; 0.23 to 0.35 on an H100 and an H200.
 WAITING = 0.26
@@ -30,7 +40,7 @@ class PlanTarget:
     the limits, as are `beside` bytes of a teacher. card: the card that predicts speed, or None.
     named: True if the user named the card; False if only its memory is similar. world_size: GPUs of
     all machines in the network. visible_share: share of attention that documents leave, if
-    known."""
+    known. cards: by rank if these differ, see Planner; then `card` is what they have in common."""
 
     spec: DeviceSpec
     backend: str
@@ -42,6 +52,7 @@ class PlanTarget:
     card: Card | None = None
     named: bool = False
     visible_share: float = 1.0
+    cards: tuple[Card, ...] = ()
 
     def planner(self, model: ModelConfig) -> Planner:
         """Return a planner for this machine."""
@@ -54,6 +65,7 @@ class PlanTarget:
             self.world_size,
             self.visible_share,
             self.network,
+            cards=self.cards,
         )
 
     def predicted(self, config: TrainConfig, tokens: int, time: StepTime) -> dict[str, Any]:
@@ -115,12 +127,16 @@ def target(
             world_size=world_size,
             network=joined,
         )
-    card = _card(asked.card, asked.card_file, world_size // machines)
-    if card is not None:
-        RULES.check(config, gpu=spec_of(card))
+    cards = _cards(asked, config.gpus)
+    world_size = len(cards) or world_size
+    card = together(cards) if cards else _card(asked.card, asked.card_file, world_size // machines)
     spec = PLAN_SPEC if card is None else spec_of(card)
-    if card is not None and card.measured is not None:
+    if cards:
+        spec = replace(common_spec([spec_of(each) for each in cards]), name=card.name)
+    elif card is not None and card.measured is not None:
         spec = card.measured.spec()
+    if card is not None:
+        RULES.check(config, gpu=spec)
     memory = gpu_memory or (None if card is None else spec.memory)
     if reserve is not None and memory is None:
         raise ConfigError("--reserve: of how much memory? Give --gpu-memory or --card")
@@ -138,7 +154,22 @@ def target(
         reserve=reserve or 0,
         card=card or (None if device is None else card_with(device)),
         named=card is not None,
+        cards=cards if len({*cards}) > 1 else (),
     )
+
+
+def _cards(asked: MachineOptions, gpus: int) -> tuple[Card, ...]:
+    """The cards of --card by rank, each with measured rates of one of them if there are any; () for
+    one kind. gpus: of --gpus."""
+    words = [] if asked.card is None else asked.card.split(",")
+    if len(words) < 2:
+        return ()
+    if gpus not in (0, len(words)) or asked.machines > 1 or asked.card_file is not None:
+        raise ConfigError(
+            f"--card: names {len(words)} GPUs of one machine, which are all that it has: leave "
+            "--gpus, --machines and --card-file out"
+        )
+    return tuple(rig_card(find_card(each), 1) for each in words)
 
 
 def _card(words: str | None, file: Path | None, gpus: int) -> Card | None:
@@ -189,11 +220,14 @@ def target_here(config: TrainConfig, model: ModelConfig, reserve: int | None = N
         reserve = kept_free(machine.spec.name, free, reserve, drives_display=display)
         limits = replace(limits, device=min(limits.device, free - reserve))
     on_gpus = machine.kind == "cuda"
+    cards = cards_here(machine.specs) if on_gpus else ()
+    here = together(cards) if cards else rig_card(card_of(machine.spec), machine.world_size)
     return PlanTarget(
         spec=machine.spec,
         backend=attention_backend(config, model, machine),
         limits=limits,
         world_size=machine.world_size,
         reserve=reserve,
-        card=rig_card(card_of(machine.spec), machine.world_size) if on_gpus else None,
+        card=here if on_gpus else None,
+        cards=cards,
     )

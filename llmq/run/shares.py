@@ -8,7 +8,11 @@ from typing import Any
 from llmq.base.batch import Batch
 from llmq.base.callback import Callback, StepDone
 from llmq.base.shares import AUTO, apportion, shown
+from llmq.options.cards import cards_here
 from llmq.options.options import TrainConfig
+from llmq.plan.plan import Plan
+from llmq.plan.shares import speeds, times_of
+from llmq.runtime.machine import Machine
 
 WARM_UP, MEASURED = 2, 5  # first steps, and the steps behind them whose times choose the shares
 
@@ -17,22 +21,19 @@ class Shares(Callback):
     """Shares of this process's ranks. rates: micro-batches that they compute in the same time;
     None: equal shares, and with --share auto not known yet."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        devices: Sequence[str],
-        predicted: Sequence[float] | None = None,
-    ):
-        """devices: names of the ranks' GPUs. predicted: rates, if they are known before the first
-        step."""
-        self._accumulation, self._devices = config.grad_accumulation, list(devices)
-        several = len(devices) > 1 and self._accumulation > 1
+    def __init__(self, config: TrainConfig, machine: Machine, plan: Plan):
+        """plan: of the config. If the GPUs differ, and `llmq rig` has measured each kind here, the
+        plan's times of a micro-step choose the shares; else those of the first steps."""
+        self._accumulation = config.grad_accumulation
+        self._devices = [spec.name for spec in machine.specs]
+        several = len(self._devices) > 1 and self._accumulation > 1
         self.rates: Sequence[float] | None = config.shares
         self.measures = several and config.share == AUTO
         self._found: list[list[float]] = []
         self._tell: Callable[[str], None] = lambda line: None
-        if self.measures and predicted is not None:
-            self._choose(predicted)
+        cards = cards_here(machine.specs) if self.measures else ()
+        if cards and all(card.measured is not None and card.error is None for card in cards):
+            self._choose(speeds(times_of(plan, cards)))
 
     def of(self, count: int) -> list[int]:
         """Micro-batches of each rank, in a step of `count` for each on average."""

@@ -157,7 +157,7 @@ class Trainer(Closing):
         chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
         check_start(config, model, chosen, self._origin.weights, self.world)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
-        self.shares = Shares(config, [spec.name for spec in self.machine.specs])
+        self.shares = Shares(config, self.machine, self.plan)
 
     def _check_named(self, named: Collection[str]) -> None:
         """LlmqError where files that the caller names are missing, damaged or without scores."""

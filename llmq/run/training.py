@@ -25,14 +25,13 @@ from llmq.data.checksums import find_token_files
 from llmq.data.identity import read_manifest
 from llmq.data.loader import DataLoader
 from llmq.model.losses import loss_class
-from llmq.options.cards import Card, card_here
+from llmq.options.cards import Card
 from llmq.options.conditions import Length, Ranks
 from llmq.options.groups.data import held_out
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.options.rules import RULES
-from llmq.plan.cost import Network
-from llmq.plan.estimate import Planner
+from llmq.plan.checks import planner_of
 from llmq.plan.memory import (
     SsdUse,
     allocator_rows,
@@ -154,13 +153,8 @@ def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
     samples are made between steps."""
     if trainer.dev.kind != "cuda" or trainer.samples is not None:
         return None, None
-    config, world = trainer.config, trainer.world
-    card = card_here(trainer.dev.spec, trainer.world_size, cuda=True)
-    planner = Planner(
-        trainer.model, trainer.dev.spec, trainer.ranks.backend, card, trainer.world_size,
-        network=Network(world.num_machines), gpus=world.ranks_here,
-    )  # fmt: skip
-    return card, planner.estimate(config).time.total
+    planner = planner_of(trainer.model, trainer.machine, trainer.ranks.backend)
+    return planner.card, planner.estimate(trainer.config).time.total
 
 
 def announce_options(trainer: Trainer, reporter: Reporter) -> None:

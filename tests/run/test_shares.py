@@ -16,6 +16,7 @@ from llmq.model.rings import scalars_of
 from llmq.model.step import Step
 from llmq.options.options_io import make_config
 from llmq.run.shares import MEASURED, WARM_UP, Shares
+from llmq.runtime.machine import choose_machine
 from llmq.runtime.mesh import Mesh
 from llmq.state.rules import RULES
 from tests.runs import make_workplace, records, signal_after, train
@@ -76,7 +77,8 @@ def test_a_micro_batch_is_the_same_on_every_rank():
         config = make_config({"grad_accumulation": 3, "gpus": 2, "share": share})
         batches = [[f"{i} of rank {rank}" for i in range(count)] for rank in range(2)]
         found = {}
-        for rank, own in enumerate(Shares(config, ["CPU"] * 2).deal(batches)):
+        shares = Shares(config, choose_machine("cpu", 2), plan=None)
+        for rank, own in enumerate(shares.deal(batches)):
             for number, batch in own:
                 rule, mesh = RULES["adamw"](config), Mesh.of(2, rank)
                 words = scalars_of(config.for_step, mesh, rule, 0, number, 0.0, 0.0)
