@@ -38,7 +38,7 @@ RUN |= {"seq_len": 1024, "batch_size": 8, "grad_accumulation": 6, "lmhead_chunks
 
 
 def milliseconds(share: str) -> tuple[float, list[int]]:
-    """Of the last of three steps behind the choice of shares, and the shares."""
+    """Return the time of the last of three steps behind the choice of shares, and the shares."""
     with llmq.Trainer(**RUN, share=share, vocab_size=32768) as trainer:
         batches = random_batches(trainer)
         for _ in range(WARM_UP + MEASURED + 3):
