@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -183,6 +184,20 @@ def test_libraries_are_of_cupys_release_whatever_else_is_there(monkeypatch, rele
         "/site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
         "/site/nvidia/cublas/lib/libcublasLt.so.12",
     ]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_driver_opens_ahead(monkeypatch, alone):
+    """Only a process that shares no GPU takes a context of the first one."""
+    opened, context = [], lambda place, index: opened.append(index)
+    driver = SimpleNamespace(cuInit=lambda flags: 0, cuDevicePrimaryCtxRetain=context)
+    monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(cuda_libraries, "load_libraries", lambda: opened.append("libraries"))
+    cuda_libraries.load_ahead(alone=alone)
+    for thread in threading.enumerate():
+        if thread.name == "CUDA":
+            thread.join()
+    assert opened == [0] * alone + ["libraries"]
 
 
 def test_without_wheels_libraries_are_the_systems(monkeypatch):
