@@ -390,7 +390,7 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
     (tmp_path / "rig.json").write_text(json.dumps(record_of(card_file())))
 
     def printed(rig, since=""):
-        tool("predicted").main([tmp_path / "some.json"], rig, since)
+        tool("predicted").main([tmp_path / "some.json"], rig, since=since)
         return capsys.readouterr().out
 
     rows = [line.strip("| ").split(" | ") for line in printed(None).splitlines()]
