@@ -61,7 +61,8 @@ ELSEWHERE = {
 
 # By a pattern of a whole command, what a part of it becomes; all of them, in this order.
 RUN = "--train-file 'data/mine/train*.bin' --model tiny --from-scratch --vocab-size auto"
-TINY = "--device cpu --gpus 1 --steps 2 --seq-len 64 --batch-size 1 --grad-accumulation 1 --ckpt-final"
+TINY = "--device cpu --gpus 1 --steps 2 --seq-len 64 --batch-size 1 --grad-accumulation 1 "
+TINY += "--ckpt-final"
 SHORTER = [
     (r"^llmq-train", "llmq-train", "llmq train"),
     (r" … the same …", " … the same …", ""),
