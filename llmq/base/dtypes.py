@@ -49,6 +49,7 @@ NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see for
 MXFP4 = _dtype("mxfp4", "MXFP4", np.uint8)  # like NF4, see formats/mxfp4.py
 NVFP4 = _dtype("nvfp4", "NVFP4", np.uint8)  # see formats/nvfp4.py
 E4M3_BLOCKS = _dtype("e4m3-blocks", "F8_E4M3_BLOCKS", np.uint8)  # see formats/e4m3_blocks.py
+TERNARY = _dtype("ternary", "TERNARY", np.int8)  # of products alone, see formats/ternary.py
 
 FP8_MAX = {E4M3: E4M3_MAX, E4M3_HALF: E4M3_HALF_MAX, E5M2: E5M2_MAX}
 FP8 = tuple(FP8_MAX)
@@ -56,7 +57,7 @@ DTYPES = {d.name: d for d in (F64, F32, BF16, *FP8, I32, I64, I8, U8)}
 
 # Dtypes that a user may choose, by option value ("fp32", "bf16", ...).
 OPTION_DTYPES = {"fp32": F32, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "nf4": NF4, "int8": I8}
-OPTION_DTYPES |= {dtype.name: dtype for dtype in (MXFP4, NVFP4, E4M3_BLOCKS)}
+OPTION_DTYPES |= {dtype.name: dtype for dtype in (MXFP4, NVFP4, E4M3_BLOCKS, TERNARY)}
 
 
 def parse_dtype(option: str) -> DType:

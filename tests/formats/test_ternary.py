@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.options.options import TrainConfig
+from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options_io import option_rows
 from llmq.options.presets import preset
 from tests.bitnet import AutoBitLinear, as_bitnet
 from tests.formats.test_fp8 import run, same
@@ -86,3 +88,11 @@ def test_what_does_not_go_together(options, message):
     with pytest.raises(ConfigError, match=message):
         config = TrainConfig(**TERNARY | options).normalized()
         config.validate_with(preset(options.get("model", "Qwen2.5-0.5B")))
+
+
+def test_logs_spell_all_number_formats():
+    formats = {name: option for name, option in OPTIONS.items() if name.endswith("_dtype")}
+    for name, option in formats.items():
+        for value in option.choices:
+            config = replace(TrainConfig().normalized(), **{name: value})
+            assert dict(option_rows(config, preset("tiny")))
