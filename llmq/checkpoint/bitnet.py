@@ -13,6 +13,8 @@ from llmq.options.options import TrainConfig
 from llmq.ref.quantize.ternary import ternary_of
 from llmq.state.params import Param, weight_table
 
+ONLINE = "online"  # quantization_mode of weights that are stored as they are, and then rounded
+
 
 def is_rounded(param: Param, keys: Collection[str]) -> bool:
     """Whether products round a parameter. keys: of rounded matrices."""
@@ -46,6 +48,6 @@ def stored_as_trained(dtype: DType, model: ModelConfig, config: TrainConfig) -> 
     to round them as the training did."""
     stored = StoredAs(dtype)
     if config.matmul_dtype == "ternary" and not model.arch.transposed:
-        how = {"linear_class": "autobitlinear", "quantization_mode": "online"}
+        how = {"linear_class": "autobitlinear", "quantization_mode": ONLINE}
         stored.fields = bitnet_fields(model, config.ternary_of, **how)
     return stored

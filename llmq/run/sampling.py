@@ -20,6 +20,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn, warn_once
 from llmq.base.files import Closing
 from llmq.base.records import mended
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
+from llmq.checkpoint.exports.bitnet import multiplied
 from llmq.checkpoint.exports.source import open_source
 from llmq.checkpoint.states import checkpoint_at
 from llmq.model.generator import Generator, NewToken, Request
@@ -173,7 +174,7 @@ def open_model(
         is_bytes = isinstance(tokenizer, ByteTokenizer)
         began_as = source.began_as
         model = source.model if began_as is None else source.model.ending_at(began_as.ends)
-        yield model, source.read, "bytes" if is_bytes else tokenizer
+        yield model, multiplied(source), "bytes" if is_bytes else tokenizer
 
 
 def _check_model(model: str) -> None:

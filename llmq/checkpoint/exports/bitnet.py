@@ -10,7 +10,7 @@ their codes.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import numpy as np
 
 from llmq.base.dtypes import F32, OPTION_DTYPES, U8, DType
 from llmq.base.errors import LlmqError
-from llmq.checkpoint.bitnet import bitnet_fields, is_rounded, rounded
-from llmq.checkpoint.export_files import exported_files
+from llmq.base.files import json_object
+from llmq.checkpoint.bitnet import ONLINE, bitnet_fields, is_rounded, rounded
+from llmq.checkpoint.export_files import CONFIG_FILE, exported_files
 from llmq.checkpoint.exports.format import ExportFormat, write_model
 from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hf import StoredAs
@@ -39,6 +40,30 @@ def ternary_run(source: Source, what: str) -> TrainConfig:
     if config is None or config.matmul_dtype != "ternary":
         raise LlmqError(f"{what}: only checkpoints of runs with --matmul-dtype ternary have codes")
     return config
+
+
+def multiplied(source: Source) -> Callable[[Param], np.ndarray]:
+    """Return a function that reads the values that products multiply: rounded ones where training
+    rounded the source's weights, F32; else those of the source."""
+    if source.manifest is not None:
+        config = saved_config(source.manifest)
+        how = bitnet_fields(source.model, config.ternary_of, quantization_mode=ONLINE)
+        how = how["quantization_config"] if config.matmul_dtype == "ternary" else {}
+    else:
+        is_coded = source.coded == "bitnet" and source.exact
+        how = json_object(source.folder / CONFIG_FILE)["quantization_config"] if is_coded else {}
+    if how.get("quantization_mode") != ONLINE:
+        return source.read
+    kept = how.get("modules_to_not_convert") or []
+
+    def read(param: Param) -> np.ndarray:
+        values, of_block = source.read(param), param.block.startswith("layers.")
+        module = param.hf[0].name.removesuffix(".weight")
+        if param.kind != "matrix" or not of_block or module in kept:
+            return values
+        return rounded(param, param.by_row(values)).reshape(values.shape)
+
+    return read
 
 
 class BitnetCodes(StoredAs):

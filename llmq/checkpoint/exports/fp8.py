@@ -8,6 +8,7 @@ or by the delayed scales of the training (static).
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from llmq.base.dtypes import E4M3, E4M3_MAX, F32, OPTION_DTYPES, DType
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.export_files import exported_files
+from llmq.checkpoint.exports.bitnet import multiplied
 from llmq.checkpoint.exports.format import ExportFormat, write_model
 from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hf import StoredAs
@@ -158,6 +160,7 @@ class Fp8(ExportFormat):
         inputs = _input_scales(source) if self.activations == "static" else None
         others = [] if source.began_as is None else sorted(source.began_as.parts)
         codes = Fp8Codes(OPTION_DTYPES[dtype], scales, inputs, others)
+        source = replace(source, read=multiplied(source))
         return write_model(source, out, codes, verify)
 
 

@@ -22,9 +22,9 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
-from llmq.checkpoint.bitnet import is_rounded, rounded
+from llmq.checkpoint.bitnet import is_rounded
 from llmq.checkpoint.exports import gguf_halves
-from llmq.checkpoint.exports.bitnet import ternary_run
+from llmq.checkpoint.exports.bitnet import multiplied, ternary_run
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
 from llmq.checkpoint.exports.gguf_halves import Made, kind_of
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
@@ -128,7 +128,7 @@ class Gguf(ExportFormat):
         return sorted(out.glob("*.gguf"))
 
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
-        path = out
+        path, source = out, replace(source, read=multiplied(source))
         if out.suffix != ".gguf":
             make_directory(out)
             what = "adapter" if source.adapters is not None else "model"
@@ -245,14 +245,13 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     if dtype == "tq2_0":
         keys = rounded_keys(model, ternary_run(source, "--dtype tq2_0").ternary_of)
         for param in (param for param in made if is_rounded(param, keys)):
-            made[param] = [_ternary(tensor, param) for tensor in made[param]]
+            made[param] = [_ternary(tensor) for tensor in made[param]]
     return made
 
 
-def _ternary(tensor: _Tensor, param: Param) -> _Tensor:
-    """The tensor with the values that products multiply, as codes where blocks divide its rows."""
-    made = lambda values: tensor.made(rounded(param, values))  # noqa: E731
-    return tensor._replace(kind="F16" if tensor.shape[-1] % 256 else "TQ2_0", made=made)
+def _ternary(tensor: _Tensor) -> _Tensor:
+    """The tensor as codes, where blocks divide its rows."""
+    return tensor._replace(kind="F16" if tensor.shape[-1] % 256 else "TQ2_0")
 
 
 def _made_of(model: ModelConfig, param: Param) -> Iterator[Made]:
