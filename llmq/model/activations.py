@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
@@ -83,6 +85,20 @@ class HalfOut(NamedTuple):
     addend: Tensor | None = None
 
 
+class Rings(NamedTuple):
+    """Blocks of layers with a window: each text has `length` of its own, in which later tokens take
+    the place of those that no later one sees. texts: that have some. layers: with a window."""
+
+    texts: int
+    length: int
+    layers: frozenset[int]
+
+    def table(self, blocks: int) -> np.ndarray:
+        """The block numbers of each text, I32 (texts, blocks)."""
+        first = np.arange(self.texts, dtype=np.int32)[:, None] * self.length
+        return first + np.arange(blocks, dtype=np.int32) % self.length
+
+
 class Cache:
     """Keys, values and states of all texts that are generated. blocks: by layer and half, tensors
     (blocks, BLOCK, ...) by the names of HalfSpec.cached: a block has BLOCK tokens of one text. As
@@ -90,23 +106,34 @@ class Cache:
     states: by layer and half, F32 (states, ...) by the names of HalfSpec.carried: a row is of one
     text. arrived: I32, of `ops.attention.paged`, zeros at the start of a pass."""
 
-    def __init__(self, dev: Device, config: ModelConfig, dtype: DType, blocks: int, states: int):
-        """dtype: of keys and values."""
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        dtype: DType,
+        blocks: int,
+        states: int,
+        rings: Rings | None = None,
+    ):
+        """dtype: of keys and values. blocks: of layers without rings."""
+        self.rings = rings
         heads = max(config.heads_of(layer).query for layer in range(config.num_layers))
         count = (paged.arrivals(states, heads),)
         self.arrived = dev.alloc("paged_arrived", count, I32, "Activations")
         self.blocks: dict[tuple[int, str], dict[str, Tensor]] = {}
         self.states: dict[tuple[int, str], dict[str, Tensor]] = {}
         for layer in range(config.num_layers):
+            ringed = rings is not None and layer in rings.layers
+            count = rings.texts * rings.length if ringed else blocks
             for spec in config.halves(layer):
                 self.blocks[layer, spec.name] = {
                     name: dev.alloc(
-                        f"{name}_cache.{layer}", (blocks, BLOCK, *shape), dtype, "Activations"
+                        f"{name}_cache.{layer}", (count, BLOCK, *shape), dtype, "Activations"
                     )
                     for name, shape in spec.cached.items()
                 }
                 if dtype is E4M3 and spec.cached:
-                    shape = (blocks, BLOCK, next(iter(spec.cached.values()))[0], 2)
+                    shape = (count, BLOCK, next(iter(spec.cached.values()))[0], 2)
                     scales = dev.alloc(f"kv_scales.{layer}", shape, BF16, "Activations")
                     self.blocks[layer, spec.name]["scales"] = scales
                 self.states[layer, spec.name] = {
@@ -128,7 +155,7 @@ class CacheOfPass(NamedTuple):
     """The cache of a pass over B texts. table: I32 (B, most blocks of a text), block numbers of
     each text. lengths: I32 (B,), tokens in the blocks before the pass. new: I32 (B,), tokens of
     each text among the pass's T. states: [start, stop) of the texts' rows in states. rope_tables:
-    as in ModelContext."""
+    as in ModelContext. window_table: the `table` of layers with rings; None without any."""
 
     cache: Cache
     table: Tensor
@@ -136,16 +163,19 @@ class CacheOfPass(NamedTuple):
     new: Tensor
     states: tuple[int, int]
     rope_tables: Sequence[Rotary | None]
+    window_table: Tensor | None = None
 
     def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
         """Tensors of a half by the names of HalfSpec.cached, with table, lengths and new, and by
         the names of HalfSpec.carried, one row for each text."""
         states = self.cache.states[layer, spec.name].items()
         tensors = {name: tensor.rows(*self.states) for name, tensor in states}
-        blocks = self.cache.blocks[layer if spec.reads is None else spec.reads, spec.name]
+        source, rings = layer if spec.reads is None else spec.reads, self.cache.rings
+        blocks = self.cache.blocks[source, spec.name]
         if not blocks:
             return tensors
-        of_texts = {"table": self.table, "lengths": self.lengths, "new": self.new}
+        table = self.window_table if rings and source in rings.layers else self.table
+        of_texts = {"table": table, "lengths": self.lengths, "new": self.new}
         of_texts["arrived"] = self.cache.arrived
         return tensors | blocks | of_texts
 

@@ -34,7 +34,7 @@ from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats import OPERANDS
 from llmq.formats.operands import Operands
-from llmq.model.activations import BLOCK, Cache, CacheOfPass
+from llmq.model.activations import BLOCK, Cache, CacheOfPass, Rings
 from llmq.model.halves.attention import rope_tables
 from llmq.model.inference import scoring_options
 from llmq.model.model import Model
@@ -46,6 +46,9 @@ from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
 PIECE = 1024  # tokens of prompts in one pass, at most
+SHORTEST_PIECE = 256  # with rings, unless `piece` is shorter
+STEP = 64  # keys that kernels of attention read at a time, at most
+PROMPTS = 4  # with rings, that are computed together
 CODED_ROWS = 4  # tokens in one pass, at least, where products multiply codes
 
 
@@ -72,12 +75,14 @@ class Generator:
         blocks: int,
         piece: int = PIECE,
         kv_dtype: DType | None = None,
+        rings: bool = False,
         options: StepOptions | None = None,
         scalars: Tensor | None = None,
     ):
         """weights: of a `Step`, whose options and StepScalars are given too, or as
         placement.resident has them. blocks: at least blocks_of(positions) + 1. piece: tokens of
-        prompts in one pass, at most. kv_dtype: of keys and values, E4M3 or as the model's."""
+        prompts in one pass, at most. kv_dtype: of keys and values, E4M3 or as the model's. rings:
+        layers with a window keep what later tokens see alone, where that takes less memory."""
         self.dev, self.config, self.weights = dev, config, weights
         constants, shards = len(dev.constants), dev.mesh.size("shard")
         self.positions, self.num_blocks = positions, blocks
@@ -94,11 +99,11 @@ class Generator:
         # A state would go on behind a prompt's last token, so that its passes have exactly its
         # tokens, and where that makes too few rows, texts that are idle.
         beside = rows if self._carries else 1
-        self._cache = Cache(dev, config, kv_dtype or dtype, blocks, slots + beside)
+        self._rings, piece = self._rings_of(piece) if rings else (None, piece)
+        self._cache = Cache(dev, config, kv_dtype or dtype, blocks, slots + beside, self._rings)
         self._tables = rope_tables(dev, config, positions)
         self._seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
-        of_text = self.blocks_of(positions)
-        self._inputs = PassInputs(dev, slots, 1, of_text, REQUEST_FIELDS, ahead=True)
+        self._inputs = self._inputs_of_texts()
         self._chosen = Chosen(dev, slots)
         sizes = [B for B in _powers(slots) if rows <= B]
         self._decodes = {B: self._pass(self._inputs, B, 1, 0) for B in sizes}
@@ -120,6 +125,28 @@ class Generator:
         # Several ranks agree on each pass, and the CPU computes a pass at once.
         self.goes_ahead = self._busy is None and dev.spec.capability > 0
 
+    def _rings_of(self, piece: int) -> tuple[Rings | None, int]:
+        """Rings of layers with a window, if they take less than blocks, and tokens of prompts in
+        one pass then. A pass reads from a multiple of STEP before the window on."""
+        windows = {n: self.config.window_of(n) for n in range(self.config.num_layers)}
+        seen = max((window for window in windows.values() if window), default=self.positions)
+        shorter = min(piece, max(SHORTEST_PIECE, seen // 2))
+        length = self.blocks_of(seen + shorter + STEP) + 1
+        texts = self.slots + (1 if self._carries else min(PROMPTS, self.slots))
+        if texts * length >= self.num_blocks:
+            return None, piece
+        layers = frozenset(layer for layer, window in windows.items() if window)
+        return Rings(texts, length, layers), shorter
+
+    def _inputs_of_texts(self) -> PassInputs:
+        """The inputs of passes over one token of each text."""
+        room, how = self.blocks_of(self.positions), {"ahead": True, "rings": bool(self._rings)}
+        inputs = PassInputs(self.dev, self.slots, 1, room, REQUEST_FIELDS, **how)
+        if self._rings is not None:
+            self._ring_table = self._rings.table(room)
+            inputs.arrays["window_table"][:] = self._ring_table[: self.slots]
+        return inputs
+
     def _prompt_passes(self, longest: int, piece: int, beside: int, least: int) -> list[Pass]:
         """The passes of prompts, of at least so many rows: over one text with up to `longest`
         tokens and texts `beside`, and over more texts with `piece` tokens together."""
@@ -128,9 +155,9 @@ class Generator:
             shapes += [
                 (B, min(piece // B, longest)) for B in _powers(min(self.slots, piece), 2)[1:]
             ]
-        room = self.blocks_of(self.positions)
+        room, ringed = self.blocks_of(self.positions), self._rings is not None
         return [
-            self._pass(PassInputs(self.dev, B, T, room, {}), B, T, self.slots)
+            self._pass(PassInputs(self.dev, B, T, room, {}, rings=ringed), B, T, self.slots)
             for B, T in shapes
             if least <= B * T
         ]
@@ -153,7 +180,9 @@ class Generator:
         rows = inputs.rows(B)
         of_pass = (rows["table"], rows["lengths"], rows["new"])
         tokens = rows["tokens"] if "tokens" in rows else self._chosen.tokens.rows(0, B).view(B, 1)
-        cache = CacheOfPass(self._cache, *of_pass, (first_state, first_state + B), self._tables)
+        states = (first_state, first_state + B)
+        tables = (self._tables, rows.get("window_table"))
+        cache = CacheOfPass(self._cache, *of_pass, states, *tables)
         model = Model(
             self.dev,
             self.config,
@@ -340,6 +369,8 @@ class Generator:
         others as there is room for beside what the texts before them take."""
         found: dict[tuple[int, ...], list[int]] = {}
         most = 1 if self._carries else max(each.texts for each in self._prefills)
+        if self._rings is not None:
+            most = min(most, self._rings.texts - self.slots)
         room = len(self._free) - len(self._running)
         for text in itertools.islice(self._waiting, self.slots - len(self._running)):
             ids, key = text.ids[:-1], tuple(text.ids[:-1])
@@ -351,8 +382,9 @@ class Generator:
 
     def _prefill(self, prompts: list[list[int]]) -> None:
         """Compute the prompts that texts then begin with."""
-        for ids in prompts:
-            self._prompts[tuple(ids)] = Prompt(ids, self._free.take(self.blocks_of(len(ids))))
+        for ring, ids in enumerate(prompts):
+            blocks = self._free.take(self.blocks_of(len(ids)))
+            self._prompts[tuple(ids)] = Prompt(ids, blocks, ring)
         for states in self._cache.states.values():
             for tensor in states.values():
                 self.dev.zero(tensor.rows(self.slots, self.slots + 1))
@@ -362,8 +394,11 @@ class Generator:
             each.inputs.clear()
             rows = list(left.items())[: 1 if self._carries else each.texts]
             for row, (key, start) in enumerate(rows):
-                ids, blocks = self._prompts[key]
+                ids, blocks, ring = self._prompts[key]
                 each.inputs.put(row, ids[start : start + each.tokens], start, blocks)
+                if self._rings is not None:
+                    table = each.inputs.arrays["window_table"]
+                    table[row] = self._ring_table[self.slots + ring]
                 left[key] = start + each.tokens
                 if left[key] >= len(ids):
                     del left[key]
@@ -391,10 +426,11 @@ class Generator:
         self._free.share(text.blocks)
         if full < len(prompt.blocks):
             (own,) = self._free.take(1)
-            for tensors in self._cache.blocks.values():
-                for tensor in tensors.values():
+            for (layer, _), tensors in self._cache.blocks.items():
+                for tensor in () if self._is_ringed(layer) else tensors.values():
                     self._copy_row(tensor, own, prompt.blocks[full])
             text.blocks.append(own)
+        self._copy_ring(text.slot, self.slots + prompt.ring)
         for states in self._cache.states.values():
             for tensor in states.values():
                 self._copy_row(tensor, text.slot, self.slots)
@@ -414,17 +450,31 @@ class Generator:
         self._free.give_back(text.blocks)
         text.blocks, text.slot = [], -1
 
+    def _is_ringed(self, layer: int) -> bool:
+        return self._rings is not None and layer in self._rings.layers
+
+    def _copy_ring(self, to: int, ring: int) -> None:
+        """Copy what layers with rings keep of a text."""
+        for (layer, _), tensors in self._cache.blocks.items():
+            for tensor in tensors.values() if self._is_ringed(layer) else ():
+                n = self._rings.length
+                self.dev.copy(
+                    tensor.rows(to * n, (to + 1) * n), tensor.rows(ring * n, (ring + 1) * n)
+                )
+
     def _copy_row(self, tensor: Tensor, to: int, row: int) -> None:
         self.dev.copy(tensor.rows(to, to + 1), tensor.rows(row, row + 1))
 
     def _move(self, text: Text, slot: int) -> None:
         """Let a text have another slot, which is free."""
         self._copy_row(self._seen, slot, text.slot)
+        self._copy_ring(slot, text.slot)
         for states in self._cache.states.values():
             for tensor in states.values():
                 self._copy_row(tensor, slot, text.slot)
-        for array in self._inputs.arrays.values():
-            array[slot] = array[text.slot]
+        for name, array in self._inputs.arrays.items():
+            if name != "window_table":
+                array[slot] = array[text.slot]
         text.slot = slot
 
     def _extend(self) -> None:

@@ -89,7 +89,8 @@ class Chosen:
 
 class PassInputs(Buffer):
     """The inputs of passes over B texts, or fewer, with T tokens each. more: further parts. ahead:
-    copies may wait for up to two passes, and tokens are those that a pass has chosen."""
+    copies may wait for up to two passes, and tokens are those that a pass has chosen. rings: layers
+    with a window have a table of their own."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class PassInputs(Buffer):
         more: Mapping[str, DType],
         *,
         ahead: bool = False,
+        rings: bool = False,
     ):
         parts = {
             "tokens": ((B, T), I32),
@@ -110,6 +112,8 @@ class PassInputs(Buffer):
         }
         if ahead:
             del parts["tokens"]
+        if rings:
+            parts["window_table"] = parts["table"]
         super().__init__(dev, f"inputs.{B}x{T}", parts | {n: ((B,), t) for n, t in more.items()})
         self._turns = [dev.host_words(self._host.size) for _ in range(2 * ahead)]
 

@@ -86,10 +86,12 @@ class Text:
 
 class Prompt(NamedTuple):
     """A prompt whose tokens but the last are computed. blocks: numbers of the blocks with keys and
-    values of these tokens. The latest prompt's states lie in the row behind those of texts."""
+    values of these tokens. ring: its number among prompts with rings. The latest prompt's states
+    lie in the row behind those of texts."""
 
     ids: list[int]
     blocks: list[int]
+    ring: int
 
 
 class FreeBlocks:

@@ -70,7 +70,7 @@ class Sampler(Closing):
         how["kv_dtype"] = kv_dtype and parse_dtype(kv_dtype)
         while True:
             blocks = slots * Generator.blocks_of(positions) + 1
-            sizes = {"slots": slots, "positions": positions, "blocks": blocks}
+            sizes = {"slots": slots, "positions": positions, "blocks": blocks, "rings": True}
             plan = PlanDevice(machine.spec)
             Generator(plan, config, Weights(plan, table, placement), **sizes, **how).rehearse()
             mark("plan")

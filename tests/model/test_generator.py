@@ -216,6 +216,23 @@ def test_keys_and_values_in_codes_are_near(name):
     assert generator_for(name, kv_dtype=E4M3).block_bytes < generator_for(name).block_bytes / 2
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_layers_with_a_window_keep_what_they_see(name):
+    """Rings change no bit, neither of long prompts in pieces, nor of texts that move or share a
+    prompt: what is overwritten is not read."""
+    given = prompts(90, 3, 41, 70, 70, 17)
+    requests = [Request(ids, 20 + 9 * i, seed=i) for i, ids in enumerate(given)]
+    sizes = {"slots": 3, "positions": 160, "blocks": 50, "piece": 16, "kv_dtype": E4M3}
+    whole, ringed = (
+        generator_for(name, device=partial(HostDevice, poison=True), rings=rings, **sizes)
+        for rings in (False, True)
+    )
+    assert whole._rings is None and ringed._rings.length < 10 and ringed._rings.layers
+    assert ringed.dev.sizes()["device"] < whole.dev.sizes()["device"]
+    for one, other in zip(completions(whole, requests), completions(ringed, requests), strict=True):
+        assert one.ids == other.ids and np.array_equal(one.logprobs, other.logprobs)
+
+
 def test_bf16_is_near():
     requests = [Request(ids, NEW, temperature=0) for ids in prompts(8, 20)]
     exact, rounded = (completions(generator_for("qwen3", dtype=d), requests) for d in (F32, BF16))
