@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from llmq.base.tensor import Tensor
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.pointwise.elementwise import copy_columns
 from llmq.options.groups.batch import BatchOptions
 from llmq.runtime.device import Device
 
 
-class Heads(NamedTuple):
+class HeadColumns(NamedTuple):
     """Heads side by side in a row: `count` of `width` columns each."""
 
     count: int
@@ -40,11 +40,11 @@ class HeadExchange:
         self.dev, self.ranks = dev, batch.context_parallel
         self.B, self.T = batch.batch_size, batch.local_seq_len
 
-    def width(self, heads: Sequence[Heads]) -> int:
+    def width(self, heads: Sequence[HeadColumns]) -> int:
         """F' of these kinds of heads."""
         return sum(part.count for part in self._columns(heads, 0))
 
-    def _columns(self, heads: Sequence[Heads], rank: int) -> Iterator[_Columns]:
+    def _columns(self, heads: Sequence[HeadColumns], rank: int) -> Iterator[_Columns]:
         of_all = of_own = 0
         for count, width in heads:
             own, first = max(count // self.ranks, 1), rank * count // self.ranks
@@ -53,7 +53,7 @@ class HeadExchange:
             of_all, of_own = of_all + count * width, of_own + own * width
 
     @contextmanager
-    def to_heads(self, out: Tensor | None, heads: Sequence[Heads]) -> Iterator[Tensor | None]:
+    def to_heads(self, out: Tensor | None, heads: Sequence[HeadColumns]) -> Iterator[Tensor | None]:
         """Rows of tokens (B*T, F) for the caller to fill, which at the end go to out (B*N*T, F').
         With one rank the rows are out; None without out."""
         if self.ranks == 1 or out is None:
@@ -69,7 +69,7 @@ class HeadExchange:
                         copy_columns(self.dev, part, tokens, columns.count, at)
             self._exchange(out, parts)
 
-    def to_tokens(self, temps: ExitStack, x: Tensor, heads: Sequence[Heads]) -> Tensor:
+    def to_tokens(self, temps: ExitStack, x: Tensor, heads: Sequence[HeadColumns]) -> Tensor:
         """Rows of tokens (B*T, F), of x (B*N*T, F'); scratch of `temps`, or x with one rank."""
         if self.ranks == 1:
             return x
@@ -82,6 +82,39 @@ class HeadExchange:
                     at = (columns.all, columns.own)
                     copy_columns(self.dev, tokens, part, columns.count, at, add=columns.adds)
         return out
+
+    def own_rows(self, temps: ExitStack, x: Tensor, heads: Sequence[HeadColumns]) -> Tensor:
+        """The rows of this rank's heads, of x (rows of all heads, ...); scratch of `temps`, or x
+        with one rank. heads: widths are rows."""
+        if self.ranks == 1:
+            return x
+        shape = (self.width(heads), *x.shape[1:])
+        out = temps.enter_context(self.dev.scratch("rows of own heads", shape, x.dtype))
+        for own, of_all in self._own_spans(out, x, heads):
+            self.dev.copy(own, of_all)
+        return out
+
+    @contextmanager
+    def own_gradient(self, to: Accumulator, heads: Sequence[HeadColumns]) -> Iterator[Accumulator]:
+        """The target of the gradient of `own_rows`. Other ranks' rows become 0 unless gradients are
+        added up."""
+        if self.ranks == 1:
+            yield to
+            return
+        with ExitStack() as temps:
+            own_rows = self.own_rows(temps, to.tensor, heads)
+            yield to._replace(tensor=own_rows)
+            if not to.accumulate:
+                self.dev.zero(to.tensor)
+            for own, of_all in self._own_spans(own_rows, to.tensor, heads):
+                self.dev.copy(of_all, own)
+
+    def _own_spans(
+        self, own: Tensor, of_all: Tensor, heads: Sequence[HeadColumns]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in self._columns(heads, self.dev.mesh.index("context")):
+            to, of = rows.own + rows.count, rows.all + rows.count
+            yield own.rows(rows.own, to), of_all.rows(rows.all, of)
 
     @contextmanager
     def _parts(self, like: Tensor) -> Iterator[Tensor]:

@@ -342,8 +342,14 @@ def why_undivided(o: Options, model: ModelConfig) -> str | None:
     if o.trains_mtp:
         return "--train mtp reads the next token, which another GPU may have"
     for half in (half for layer in range(model.num_layers) for half in model.halves(layer)):
-        if half.kind in ("delta", "mamba", "short_conv", "latent_attention"):
-            return f"{name} has layers that go through sequences in order, or without heads of keys"
+        if half.kind in ("short_conv", "latent_attention"):
+            return f"{name} has layers of {half.kind}"
+        if half.kind in ("delta", "mamba"):
+            keys, values = model.mixers.key_heads, model.mixers.value_heads
+            if keys % parts or values % (8 * parts):
+                return (
+                    f"{keys} key heads and {values} value heads of states cannot be divided alike"
+                )
         if half.kind != "attention":
             continue
         if half.sizes["wide_qk_norm"]:

@@ -3,29 +3,34 @@ against one rank."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from llmq.base.errors import ConfigError
+from llmq.data.tokens import TokenWriter
 from tests.data.test_document_mask import batch_of, documents
 from tests.models import exported, hf_model, step_as_torch, trainer_for
+from tests.runs import VOCAB, make_workplace, records, train
 
 T = 32
 # The documents of two sequences start here: parts of 8 and of 16 tokens cut some of them.
 FIRSTS = [[(0, 1, 10, 19), (0, 12)], [(0, 4), (0,)], [(0,), (0, 8, 16, 23)]]
 
 # Ranks of a sequence by model: with fewer key heads than ranks (2), keys of an earlier layer, keys
-# as values, sinks, windows, norms of heads, and experts.
-MODELS = [
-    ("qwen2", 4), ("qwen3_moe", 4), ("llama_biases", 2), ("gemma4", 2), ("gemma4_e2b", 2),
-    ("gpt_oss", 2),
-]  # fmt: skip
+# as values, sinks, windows, norms of heads, experts, gates, delta nets, and state spaces.
+MODELS = {"qwen2": 4, "llama_biases": 2, "gemma4": 2, "gemma4_e2b": 2, "gpt_oss": 2}
+MODELS |= {"qwen3_moe": 4, "qwen3_5": 2, "nemotron_h": 2}
+CHANGES = {"qwen3_5": {"linear_num_value_heads": 16}}
 
 
-@pytest.mark.parametrize(("name", "parts"), MODELS)
-def test_loss_and_every_gradient_match_those_of_documents_alone(name, parts):
-    model, batch = hf_model(name), batch_of(np.random.default_rng(0), FIRSTS[0], T)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_match_those_of_documents_alone(name):
+    changes, parts = CHANGES.get(name, {}), MODELS[name]
+    model, batch = hf_model(name, **changes), batch_of(np.random.default_rng(0), FIRSTS[0], T)
     options = {"gpus": parts, "context_parallel": parts, "seq_len": T, "document_mask": True}
-    with trainer_for(exported(name), **options) as trainer:
+    with trainer_for(exported(name, **changes), **options) as trainer:
         step_as_torch(trainer, [batch], model, list(documents(batch)))
         assert trainer.usage == trainer.plan.usage
 
@@ -80,10 +85,72 @@ def test_adapters_on_codes_with_dropout_are_those_of_one_rank():
     assert_close(run("llama", **(options | {"gpus": 2, "context_parallel": 2})), want)
 
 
-def test_what_saves_memory_changes_no_bit():
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h"])
+def test_what_saves_memory_changes_no_bit(name):
     options = {"gpus": 2, "context_parallel": 2, "grad_accumulation": 2, "model_dtype": "bf16"}
-    want, weights = run("qwen3", **options)
-    for change in ({"recompute_block": True, "offload_residual": True}, {"recompute_att": True}):
-        got, same = run("qwen3", **(options | change))
-        assert got == want, change
-        assert all(np.array_equal(weights[n], same[n]) for n in weights), change
+    want, weights = run(name, **options)
+    got, same = run(name, **options, recompute_block=True, offload_residual=True)
+    assert got == want
+    assert all(np.array_equal(weights[n], same[n]) for n in weights)
+
+
+def test_runs_from_files_resume_with_other_numbers_of_ranks(tmp_path, monkeypatch):
+    """Each sequence of the files is read once, whoever divides it."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    with TokenWriter(Path("data/train.bin"), VOCAB) as writer:
+        writer.write(np.random.default_rng(0).integers(0, 8, 800))
+    common = {"steps": 4, "eval_every_n_steps": 2, "batch_size": 1}
+    common |= {"save_training_state": True, "packing": "best-fit", "document_separator": 7}
+    common |= {"train_file": "data/train.bin", "eval_file": "data/train.bin"}
+    assert train(**common, grad_accumulation=4, log_file="one.json") == 0
+    pairs = {"gpus": 4, "context_parallel": 2, "grad_accumulation": 2}
+    assert train(**common, **pairs, log_file="pairs.json") == 0
+    halves = {"gpus": 2, "context_parallel": 2, "grad_accumulation": 4}
+    assert train(**(common | {"steps": 2}), **halves, log_file="first.json") == 0
+    assert (
+        train(
+            **common,
+            grad_accumulation=4,
+            log_file="second.json",
+            **{"continue": "", "overwrite": None},
+        )
+        == 0
+    )
+    want = [record["loss"] for record in records("step", "one.json")]
+    whole = [record["loss"] for record in records("step", "pairs.json")]
+    both = [r["loss"] for log in ("first.json", "second.json") for r in records("step", log)]
+    np.testing.assert_allclose(whole, want, rtol=1e-5)
+    np.testing.assert_allclose(both, want, rtol=1e-5)
+    tokens = [
+        [r["step_tokens"] for r in records("step", log)] for log in ("one.json", "pairs.json")
+    ]
+    assert tokens[0] == tokens[1]
+
+
+REFUSED = {
+    "gpt2": "GPT2LMHeadModel has a learned weight for each position",
+    "olmo2": "Olmo2ForCausalLM has norms over all heads of a token",
+    "deepseek_v3": "DeepseekV3ForCausalLM has layers of latent_attention",
+    "granitemoehybrid": "1 key heads and 16 value heads of states cannot be divided alike",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_sequences_cannot_be_divided(name):
+    with pytest.raises(ConfigError, match=f"--context-parallel 2: {REFUSED[name]}"):
+        trainer_for(exported(name), gpus=2, context_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 12}, "--context-parallel: --seq-len must be a multiple of 4 on each GPU"),
+        ({"context_parallel": 3}, "4 query heads and 2 key heads cannot be divided alike"),
+        ({"gpus": 3}, "--context-parallel 2: does not divide the GPUs that share a state"),
+        ({"loss": "dpo"}, "--context-parallel: losses of pairs, samples and labels read whole"),
+        ({"share": "3:2"}, "--share: with --context-parallel GPUs exchange data in every"),
+    ],
+)
+def test_options_that_divided_sequences_refuse(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_for(exported("qwen3"), **({"gpus": 2, "context_parallel": 2} | changes))

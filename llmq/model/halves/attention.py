@@ -26,7 +26,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, Rotary, scratch_like
 from llmq.model.halves.half import ModelContext
-from llmq.model.head_exchange import HeadExchange, Heads
+from llmq.model.head_exchange import HeadColumns, HeadExchange
 from llmq.ops.attention import (
     attention,
     attention_backward,
@@ -213,22 +213,23 @@ class AttentionHalf:
         heads = self.batch.local_heads(layer.spec.sizes["heads"])
         return heads.query * heads.channels
 
-    def _out_heads(self, layer: HalfLayer) -> list[Heads]:
+    def _out_heads(self, layer: HalfLayer) -> list[HeadColumns]:
         """The output's heads, of all ranks."""
         query, _, channels = layer.spec.sizes["heads"]
-        return [Heads(query, channels)]
+        return [HeadColumns(query, channels)]
 
-    def _product_heads(self, layer: HalfLayer) -> list[Heads]:
+    def _sinks(self, layer: HalfLayer) -> list[HeadColumns]:
+        return [HeadColumns(layer.spec.sizes["heads"].query, 1)]
+
+    def _product_heads(self, layer: HalfLayer) -> list[HeadColumns]:
         """The heads of the qkv product, of all ranks."""
         sizes = layer.spec.sizes
         query, kv, channels = sizes["heads"]
         keys = 0 if layer.spec.reads is not None else 2 - sizes["keys_as_values"]
-        return [Heads(query, channels * (1 + sizes["gated"])), *[Heads(kv, channels)] * keys]
-
-    def _own_sinks(self, layer: HalfLayer, sinks: Tensor) -> Tensor:
-        """The rows of this rank's heads."""
-        query, place = self._made_heads(layer)[0], self.dev.mesh.index("context")
-        return sinks.rows(place * query, (place + 1) * query)
+        return [
+            HeadColumns(query, channels * (1 + sizes["gated"])),
+            *[HeadColumns(kv, channels)] * keys,
+        ]
 
     def _by_head(self, layer: HalfLayer, tensor: Tensor) -> Tensor:
         """(rows, n * Hd) as (B, T, n, Hd)."""
@@ -315,9 +316,10 @@ class AttentionHalf:
                 scales=layer.cache.get("scales"),
             )  # fmt: skip
         elif "sinks" in w:
-            with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
+            with ExitStack() as temps:
+                without = temps.enter_context(self.dev.scratch("lse.without_sinks", lse.shape, F32))
                 attend(self.dev, out, without, qkv, *heads, mask)
-                sinks = self._own_sinks(layer, w["sinks"])
+                sinks = self.exchange.own_rows(temps, w["sinks"], self._sinks(layer))
                 attention_gate.sinks_forward(self.dev, out, lse, without, sinks)
         else:
             attend(self.dev, out, lse, qkv, *heads, mask)
@@ -395,12 +397,10 @@ class AttentionHalf:
             self.linear.weight_gradients(ctx, "qkv", d_product, x, bias=bias)
 
     def _sinks_gradient(self, ctx: LayerContext, d_out: Tensor, out: Tensor) -> None:
-        d_sinks, lse = ctx.g["sinks"], ctx.layer.saved.lse
-        if self.batch.context_parallel > 1 and not d_sinks.accumulate:
-            self.dev.zero(d_sinks.tensor)  # other ranks' heads
-        d_own = d_sinks._replace(tensor=self._own_sinks(ctx.layer, d_sinks.tensor))
-        sinks = self._own_sinks(ctx.layer, ctx.w["sinks"])
-        attention_gate.sinks_backward(self.dev, d_own, d_out, out, lse, sinks)
+        lse, heads = ctx.layer.saved.lse, self._sinks(ctx.layer)
+        with self.exchange.own_gradient(ctx.g["sinks"], heads) as d_sinks, ExitStack() as temps:
+            sinks = self.exchange.own_rows(temps, ctx.w["sinks"], heads)
+            attention_gate.sinks_backward(self.dev, d_sinks, d_out, out, lse, sinks)
 
     def _backward_positions(
         self,

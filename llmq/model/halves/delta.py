@@ -6,9 +6,14 @@
 
 A row of NAME_in is (q, k, v, z, b, a), of Mamba-2 without b; NAME is delta or mamba. `operands`
 turns a tensor into an operand of products. States are F32, and 0 where a document begins.
+
+Ranks that divide sequences exchange tokens for heads behind NAME_in, and back in front of NAME_o
+(`HeadExchange`): rows between these are B*T of whole sequences, with a rank's heads, whose sizes
+the tensors below have.
 """
 
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
@@ -17,6 +22,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.operands import Activation
 from llmq.model.activations import HalfLayer, LayerContext, Recompute, scratch_like
 from llmq.model.halves.half import ModelContext
+from llmq.model.head_exchange import HeadColumns, HeadExchange
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv, ssd
 from llmq.ops.delta.delta_rule import Heads
@@ -53,10 +59,18 @@ class DeltaHalf:
         sizes, batch = shared.config.mixers, shared.options.batch
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.norms = shared.norms
-        self.B, self.T = batch.batch_size, batch.local_seq_len
-        self.starts = shared.inputs.first_key
-        self.eps, self.channels, self.values = shared.config.norm_eps, sizes.channels, sizes.values
-        self.heads = Heads(sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        self.B, self.T, self.parts = batch.batch_size, batch.seq_len, batch.context_parallel
+        self.starts, self.exchange = shared.inputs.first_key, HeadExchange(shared.dev, batch)
+        self.eps = shared.config.norm_eps
+        self.channels, self.values = sizes.channels // self.parts, sizes.values // self.parts
+        of_keys, of_values = HeadColumns(sizes.key_heads, sizes.key_dim), sizes.value_heads
+        self.of_out = [HeadColumns(of_values, sizes.value_dim)]
+        of_conv, of_heads = [of_keys, of_keys, *self.of_out], [HeadColumns(of_values, 1)]
+        self.of_product = [*of_conv, *self.of_out, *of_heads * self.gate_parts]
+        self.vectors = {"conv": of_conv, "conv_bias": of_conv, "mamba_norm": self.of_out}
+        self.vectors |= dict.fromkeys(("a_log", "dt_bias", "skip"), of_heads)
+        own = (sizes.key_heads // self.parts, of_values // self.parts)
+        self.heads = Heads(*own, sizes.key_dim, sizes.value_dim)
         self.of_gate = self.channels  # the first column of z in the product
         # The first column of b and a, and further arguments of delta_gates.
         self.of_gates = (self.channels + self.values, self.gate_parts, sizes.least_step)
@@ -73,12 +87,13 @@ class DeltaHalf:
 
     def keep(self, layer: HalfLayer) -> _Saved:
         r, name = layer.recompute, self.name
+        of_rows = partial(layer.activation, per_row=self.parts)
         return _Saved(
-            product=layer.activation(self.in_, layer.spec[self.in_].shape[0], kept=not r.qkv),
-            conv=layer.activation(f"{name}_conv", self.channels, kept=not (r.qkv or r.att)),
+            product=of_rows(self.in_, self.exchange.width(self.of_product), kept=not r.qkv),
+            conv=of_rows(f"{name}_conv", self.channels, kept=not (r.qkv or r.att)),
             gates=layer.alloc(f"{name}_gates", self.B, self.T, 2, self.heads.Hv, dtype=F32),
-            state=layer.activation(f"{name}_state", self.values, kept=not r.att),
-            gated=layer.activation(f"{name}_gated", self.values, kept=False),
+            state=of_rows(f"{name}_state", self.values, kept=not r.att),
+            gated=of_rows(f"{name}_gated", self.values, kept=False),
         )
 
     def _by_token(self, tensor: Tensor) -> Tensor:
@@ -89,6 +104,19 @@ class DeltaHalf:
         """Kept tensors, or scratch of `temps`."""
         kept = (layer.saved.product, layer.saved.conv, layer.saved.state)
         return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
+
+    def _own_weights(self, temps: ExitStack, ctx: LayerContext) -> LayerContext:
+        """The pass with the vectors of this rank's heads."""
+        of_heads = self.vectors.items()
+        own = {k: self.exchange.own_rows(temps, ctx.w[k], h) for k, h in of_heads if k in ctx.w}
+        return ctx._replace(w=PartWeights(ctx.w | own))
+
+    def _own_gradients(self, temps: ExitStack, ctx: LayerContext) -> LayerContext:
+        """The pass with the gradients of these vectors, which are complete behind `temps`."""
+        of_heads = self.vectors.items()
+        own = {k: self.exchange.own_gradient(ctx.g[k], h) for k, h in of_heads if k in ctx.g}
+        entered = {key: temps.enter_context(gradient) for key, gradient in own.items()}
+        return ctx._replace(g=PartGrads(ctx.g | entered))
 
     def of_rule(self, w: PartWeights) -> tuple[Tensor, ...]:
         """The rule's arguments between gates and heads."""
@@ -105,8 +133,9 @@ class DeltaHalf:
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        tensors = self._tensors(ctx.temps, ctx.layer)
-        self.linear.forward(ctx, self.in_, tensors.product, x)
+        tensors, ctx = self._tensors(ctx.temps, ctx.layer), self._own_weights(ctx.temps, ctx)
+        with self.exchange.to_heads(tensors.product, self.of_product) as of_tokens:
+            self.linear.forward(ctx, self.in_, of_tokens, x)
         self._convolve(ctx, tensors)
         self._read_states(ctx, tensors)
         gated = self._gated(ctx, tensors)
@@ -136,12 +165,13 @@ class DeltaHalf:
             self.rule.forward(self.dev, out, *inputs, state=layer.cache["state"])
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
+        """The output product's input, of this rank's tokens."""
         out = ctx.layer.saved.gated.place(self.dev, ctx.temps)
         gated_norm.forward(
             self.dev, out, tensors.state, tensors.product, self.norm_weight(ctx.w), self.eps,
             self.of_gate, gate_first=self.gate_first,
         )  # fmt: skip
-        return out
+        return self.exchange.to_tokens(ctx.temps, out, self.of_out)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -149,11 +179,13 @@ class DeltaHalf:
         """x (rows, C), and what is gated as the output product's operand, last; None where no
         gradient needs it."""
         r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
+        ctx = self._own_weights(ctx.temps, ctx)
         x = o_input = None
         if r.qkv or self.linear.needs_input(ctx, self.in_):
             x = self.norms.recompute(ctx, product=r.qkv)
         if r.qkv:
-            self.linear.forward(ctx, self.in_, tensors.product, x)
+            with self.exchange.to_heads(tensors.product, self.of_product) as of_tokens:
+                self.linear.forward(ctx, self.in_, of_tokens, x)
         if r.qkv or r.att:
             self._convolve(ctx, tensors)
         if r.att:
@@ -173,9 +205,11 @@ class DeltaHalf:
         with ExitStack() as temps:
             d_in = d_state = d_gated = None
             if inside:
+                ctx = self._own_weights(temps, ctx)
                 d_in = scratch_like(dev, temps, f"d_{name}_in", tensors.product)
             with ExitStack() as inner:
                 if inside:
+                    ctx = self._own_gradients(inner, ctx)
                     d_state = scratch_like(dev, inner, f"d_{name}_state", tensors.state)
                 with ExitStack() as first:
                     if inside:
@@ -184,7 +218,8 @@ class DeltaHalf:
                         d_o = self.operands.quantize(
                             of_output, ctx.layer.out_id, d_out, measured=True, transposed=True
                         )
-                        self.linear.input_gradient(ctx, self.o, d_gated, d_o)
+                        with self.exchange.to_heads(d_gated, self.of_out) as of_tokens:
+                            self.linear.input_gradient(ctx, self.o, of_tokens, d_o)
                         self.linear.weight_gradients(ctx, self.o, d_o, o_input)
                     if not inside:
                         return
@@ -194,6 +229,7 @@ class DeltaHalf:
                         gate_first=self.gate_first,
                     )  # fmt: skip
                 self._back_through_states(ctx, inner, tensors, d_in, d_state)
+            d_in = self.exchange.to_tokens(temps, d_in, self.of_product)
             d_product = self.operands.quantize(
                 temps, ctx.layer.id_of(f"d_{name}_in"), d_in, measured=False, transposed=True
             )
