@@ -143,6 +143,7 @@ def test_shares_are_measured(monkeypatch, capsys):
         ({"share": "1:2:3"}, "--share: 1:2:3 gives 3 of 2 GPUs a share"),
         ({"share": "auto", "zero_level": 3}, "with --shard-weights GPUs exchange data in every"),
         ({"share": "3:2", "zero_level": 2}, "with --shard-gradients GPUs exchange data in every"),
+        ({"share": "auto", "context_parallel": 2}, "with --context-parallel GPUs exchange data"),
     ],
 )
 def test_shares_that_cannot_be(options, line, capsys):
