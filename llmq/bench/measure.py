@@ -32,7 +32,6 @@ from llmq.options.presets import model_warnings
 from llmq.options.rules import RULES
 from llmq.plan.advice import shortages
 from llmq.plan.checks import plan_unchecked, planner_of
-from llmq.plan.cost import step_time
 from llmq.plan.memory import OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.run.batches import random_batch
@@ -251,7 +250,7 @@ def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
     machine = _machine_here(config.device, config.gpus)
     planner, run = plan_unchecked(config.validate_with(model), model, machine)
     problems = shortages(run.plan, planner.spec, memory_limit(config, machine))
-    seconds = step_time(run.plan, planner.card, network=planner.network).total
+    seconds = planner.time(run.config, run.plan).total
     found = {
         "status": "does not fit" if problems else "fits",
         "message": "; ".join(problems) or None,

@@ -93,7 +93,10 @@ def slower(report: Report) -> Iterator[str]:
             )
     names = {gpu.get("name") for gpu in report["gpus"]} - {None}
     if len(names) > 1:
-        yield f"The GPUs differ ({', '.join(sorted(names))}): each waits for the slowest."
+        yield (
+            f"The GPUs differ ({', '.join(sorted(names))}): without --share each waits for the "
+            "slowest. Measure each kind by itself, by CUDA_VISIBLE_DEVICES: plans need both rates."
+        )
 
 
 def slots(report: Report) -> Iterator[str]:
