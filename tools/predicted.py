@@ -93,8 +93,9 @@ def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
 def main(
     paths: Annotated[list[Path], typer.Argument(help="Reports of llmq bench, JSON.")],
     card_file: Annotated[Path | None, typer.Option(help="Report of llmq rig, rig.json.")] = None,
-    several: Annotated[bool, typer.Option("--several", help="Only runs on several GPUs.")] = False,
     since: Annotated[str, typer.Option(help="YYYY-MM-DD: only runs from that day on.")] = "",
+    *,
+    several: Annotated[bool, typer.Option("--several", help="Only runs on several GPUs.")] = False,
 ) -> None:
     """Print the table."""
     rig = None if card_file is None else card_from(card_file)
