@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llmq.base.dtypes import BF16
 from llmq.checkpoint.hf import HfWeights
 from llmq.model.generator import Request
 from llmq.model.halves import attention
@@ -126,6 +127,27 @@ def test_texts_are_continued_as_on_the_cpu(path):
         on_cpu, on_gpu = (each[index] for each in found)
         assert on_cpu.ids == on_gpu.ids
         np.testing.assert_allclose(on_cpu.logprobs, on_gpu.logprobs, atol=5e-5)
+
+
+@pytest.mark.parametrize("formats", [(None, None), ("int8", "e4m3")], ids=str)
+def test_passes_ahead_of_the_host_change_no_bit(path, formats):
+    """Also with codes of a byte, and where texts stop and enter."""
+    config, _ = resolve_model(str(path), from_scratch=False)
+    rng, found, machine = np.random.default_rng(2), [], choose_machine("cuda", 1)
+    requests = [
+        Request(rng.integers(3, VOCAB, n).tolist(), 20, seed=n, stop=range(20))
+        for n in (1, 9, 5, 17, 3)
+    ]
+    with HfWeights(path) as weights:
+        form = (lambda w: w.load(weights.read), 40, BF16, 2, *formats)
+        for ahead in (True, False):
+            with Sampler(machine, config, *form) as one:
+                assert one.generator.goes_ahead
+                one.generator.goes_ahead = ahead
+                found.append(dict(one.generator.run(requests)))
+    for index in range(len(requests)):
+        one, other = (each[index] for each in found)
+        assert one.ids == other.ids and np.array_equal(one.logprobs, other.logprobs)
 
 
 def test_a_step_that_is_not_full_has_graphs_of_its_own(tmp_path, monkeypatch):

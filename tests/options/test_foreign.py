@@ -159,7 +159,7 @@ def test_all_names_of_a_command_line_are_told_at_once(capsys):
     [
         ("train --micro_batch_size 2", "error: micro_batch_size is a name of Axolotl: use --batch"),
         ("plan --batch_size 2", "error: --batch_size is --batch-size 2 here"),
-        ("eval x --load_in_4bit", "No such option: --load_in_4bit"),  # which eval has no more
+        ("eval x --max_grad_norm", "No such option: --max_grad_norm"),  # which eval has not
         ("train --zzz", "No such option: --zzz"),
     ],
 )
