@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, F32, DType, parse_dtype
+from llmq.base.errors import ConfigError
 from llmq.base.tensor import TIERS
 from llmq.formats import codes_of
 from llmq.options.adapters import adapters_of
@@ -152,9 +153,15 @@ def _source(storage: WeightStorage) -> Store | None:
 
 
 def mesh_of(options: TrainConfig, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
-    """Return the mesh of a run's ranks, which are divided equally among machines."""
-    shards = options.shards(world_size, machines)
-    return Mesh.of(world_size, rank, shards, options.context_parallel)
+    """Return the mesh of a run's ranks, which are divided equally among machines. ConfigError if
+    not all ranks that divide a sequence would be on one machine."""
+    shards, context = options.shards(world_size, machines), options.context_parallel
+    if world_size // machines % context:
+        raise ConfigError(
+            f"--context-parallel {context}: does not divide the {world_size // machines} GPUs of a "
+            "machine, see --gpus"
+        )
+    return Mesh.of(world_size, rank, shards, context)
 
 
 def table_of(options: ModelOptions, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:

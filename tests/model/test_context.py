@@ -146,7 +146,7 @@ def test_models_whose_sequences_cannot_be_divided(name):
     [
         ({"seq_len": 12}, "--context-parallel: --seq-len must be a multiple of 4 on each GPU"),
         ({"context_parallel": 3}, "4 query heads and 2 key heads cannot be divided alike"),
-        ({"gpus": 3}, "--context-parallel 2: does not divide the GPUs that share a state"),
+        ({"gpus": 3}, "--context-parallel 2: does not divide the 3 GPUs of a machine, see --gpus"),
         ({"loss": "dpo"}, "--context-parallel: losses of pairs, samples and labels read whole"),
         ({"share": "3:2"}, "--share: with --context-parallel GPUs exchange data in every"),
     ],

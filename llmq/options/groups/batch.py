@@ -103,13 +103,6 @@ BATCH_RULES = (
         lambda v, o, model: v > 1 and why_undivided(o, model),
         "--context-parallel {value}: {found}",
     ),
-    *each(
-        "context_parallel",
-        REFUSE,
-        lambda v, o, here: here.shards(o) % v,
-        "--context-parallel {value}: does not divide the GPUs that share a state, see --gpus and "
-        "--shard-over",
-    ),
     *refused(
         "epochs", lambda v, o: v is not None and o.steps >= 0, "excludes --steps, give one of them"
     ),
