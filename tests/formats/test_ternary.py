@@ -23,10 +23,13 @@ OTHERS = {"all": "lm_head", "mlp": "lm_head|self_attn", "attention": "lm_head|ml
 
 
 @pytest.mark.parametrize(
-    ("name", "of"), [("llama", "all"), ("qwen2", "all"), ("qwen3", "mlp"), ("phi3", "attention")]
+    ("name", "of"),
+    [(name, "all") for name in ("llama", "qwen2", "granite", "qwen3_5")]
+    + [("qwen3", "mlp"), ("phi3", "attention")],
 )
 def test_losses_and_gradients_are_those_of_transformers(name, of):
-    """With and without biases, and with modules that are fused here, or there."""
+    """Models have biases or none, factors of products, delta nets, and modules fused here or
+    there."""
     model = as_bitnet(exported(name), OTHERS[of])
     assert any(isinstance(module, AutoBitLinear) for module in model.modules())
     options = {"matmul_dtype": "ternary", "ternary_of": of}

@@ -295,7 +295,8 @@ HEAD = {"head_dtype": "e4m3"}
 FORMATS = {"bf16": {}, "jit": FP8, "delayed": DELAYED, "jit, head": FP8 | HEAD}
 INT8 = {"model_dtype": "bf16", "matmul_dtype": "int8"}
 FORMATS |= {"delayed, head": DELAYED | HEAD, "int8": INT8}
-FORMATS |= {"int8, adapters": INT8 | {"lora_rank": 4}}
+TERNARY = INT8 | {"matmul_dtype": "ternary"}
+FORMATS |= {"int8, adapters": INT8 | {"lora_rank": 4}, "ternary": TERNARY}
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2", "gpt2"])
@@ -383,7 +384,11 @@ def cosine(a, b):
 
 
 @pytest.mark.parametrize("path", [n for n in CONFIGS if n not in WITH_EXPERTS], indirect=True)
-@pytest.mark.parametrize("more", [{}, {"lora_rank": 4, "lora_dropout": 0.2}], ids=["", "adapters"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"lora_rank": 4, "lora_dropout": 0.2}, TERNARY],
+    ids=["", "adapters", "ternary"],
+)
 def test_int8_gradients_equal_those_of_the_cpu(path, more):
     """Sums of codes are exact on both devices. Kernels between products differ in their last bits
     now and then, and a code with it: by no more than all of the format's error."""
