@@ -13,7 +13,7 @@
 // Launch   32 WARPS threads, any grid: a block has FEATURES = 8 TILES rows of b at a time. Warps take
 //          every eighth 64 elements of K; their sums are added one warp after the other.
 //          Those of codes: b on the left of the tensor cores, 128 elements of K (bytes: 64), TILES of
-//          8 rows of a at a time, of any M; grid (a block for each 16 rows of b, E).
+//          8 rows of a at a time, of any M; grid (a block for each 16 SPREAD rows of b, E).
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first loads
 //          of b are in flight while the kernel in front of this one still runs.
 // Needs    sm_80; K a multiple of 8, of bytes of 16; M <= ROWS. b, codes and scales are written by no kernel that is
@@ -27,14 +27,17 @@
 #ifndef TILES  // compiled for another entry
 #define TILES 2
 #endif
+#ifndef SPREAD
+#define SPREAD 1
+#endif
 
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
-constexpr int CODED_ROWS = 8 * TILES, CODED_FEATURES = 16;
+constexpr int CODED_ROWS = 8 * TILES, CODED_FEATURES = 16 * SPREAD;
 constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
 constexpr int AHEAD = TILES == 1 ? 2 : 1;     // chunks that are on their way
 constexpr int RESIDENT = TILES == 1 ? 4 : 3;  // blocks of a multiprocessor
-constexpr int CODED_RESIDENT = TILES <= 2 ? 2 : 1;
-constexpr int STAGES = 4;         // of a lane's codes, of which all but one are on their way
+constexpr int CODED_RESIDENT = TILES * SPREAD <= 2 ? 3 : TILES * SPREAD <= 4 || SPREAD == 1 ? 2 : 1;
+constexpr int STAGES = SPREAD == 1 ? 4 : 2;         // of a lane's codes, of which all but one are on their way
 constexpr int STRIDE = WARPS * CHUNK;
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
@@ -58,13 +61,13 @@ struct Left {
 
 using Sums = float[TILES][4];  // of each tile of eight rows of b, or of a if b is coded
 
-// Columns first + [0, FEATURES) of out, up to the column `end`: the sums of all warps, and what is
+// Columns first + [0, FEATURES) of out, or 16 if CODED, up to the column `end`: the sums of all warps, and what is
 // added. sums: shared memory, F32 (WARPS, ROWS, FEATURES + 1). CODED: b was on the left.
 template <bool CODED>
 __device__ __forceinline__ void finish(float* sums, const Sums& sum, D* out, const D* bias,
                                        const D* addend, int M, int N, int first, int end,
                                        float alpha) {
-    constexpr int OF_A = CODED ? CODED_ROWS : ROWS, OF_B = CODED ? CODED_FEATURES : FEATURES;
+    constexpr int OF_A = CODED ? CODED_ROWS : ROWS, OF_B = CODED ? 16 : FEATURES;
     constexpr int PITCH = OF_B + 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -161,36 +164,6 @@ __device__ __forceinline__ uint4 decode(u32 word, SharedAddress table, float sca
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// Codes of four bits: a vector of 32, with a scale for PER_SCALE. table: what they stand for.
-template <bool HIGH_FIRST, int PER_SCALE> struct FourBits {
-    static constexpr int PER_VECTOR = 32;
-    static constexpr bool SCALES_SUMS = false;
-    SharedAddress table;
-    const u8* scales[2];  // of the two rows of a lane
-    __device__ __forceinline__ FourBits(SharedAddress table, const u8* codes, const i64 (&row)[2], int K)
-        : table(table), scales{codes + row[0] * K / PER_SCALE, codes + row[1] * K / PER_SCALE} {}
-    __device__ __forceinline__ u8 scale_code(int r, int k) const { return scales[r][k / PER_SCALE]; }
-    __device__ __forceinline__ uint4 eight(const uint4& words, int w, float scale) const {
-        return decode<HIGH_FIRST>(w ? words.y : words.x, table, scale);
-    }
-};
-
-// Codes of eight bits: a vector of 16. Scales are factors of sums.
-struct Bytes {
-    static constexpr int PER_VECTOR = 16;
-    static constexpr bool SCALES_SUMS = true;
-    const float* scales[2];  // of the two rows of a lane
-    bool blocks;
-    __device__ __forceinline__ float scale_code(int r, int k) const {
-        return scales[r][blocks ? k / 128 : 0];
-    }
-    __device__ __forceinline__ uint4 eight(const uint4& words, int w, float) const {
-        const u32 one = w ? words.z : words.x, two = w ? words.w : words.y;
-        return make_uint4(pair_of(Q(), one, 0), pair_of(Q(), one, 1), pair_of(Q(), two, 0),
-                          pair_of(Q(), two, 1));
-    }
-};
-
 // Rows of a that this block's matrix multiplies: all, or those of an expert.
 struct Span {
     int begin, end;
@@ -198,112 +171,189 @@ struct Span {
         : begin(starts ? starts[blockIdx.y] : 0), end(starts ? starts[blockIdx.y + 1] : M) {}
 };
 
-// The two rows of b that this lane has, by their place among all codes, and whether they are there.
-struct TwoRows {
-    i64 row[2];
-    bool there[2];
-    __device__ __forceinline__ explicit TwoRows(int rows) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int n = blockIdx.x * CODED_FEATURES + 8 * r + (int)threadIdx.x % 32 / 4;
-            there[r] = n < rows;
-            row[r] = there[r] ? (i64)blockIdx.y * rows + n : 0;
-        }
+// The n-th row of this block among all rows of codes; the last one for rows that are not there.
+__device__ __forceinline__ int code_row(int n, int rows) {
+    return blockIdx.y * rows + min(blockIdx.x * CODED_FEATURES + n, rows - 1);
+}
+
+// A format of codes: PER_VECTOR elements in 16 bytes, of which Eight are eight. Scales of elements, or
+// with SCALES_SUMS of sums. fetch(n, k): the parts of the scale of element k of row n of the block, a
+// step ahead; scale(n, parts): this scale. eight(words, scale): eight elements.
+
+// Codes of four bits; table: F32 of each code.
+template <bool HIGH_FIRST> struct FourBits {
+    static constexpr int PER_VECTOR = 32;
+    static constexpr bool SCALES_SUMS = false;
+    using Eight = u32;
+    SharedAddress table;
+    __device__ __forceinline__ uint4 eight(u32 word, float scale) const {
+        return decode<HIGH_FIRST>(word, table, scale);
     }
 };
 
-// The product with rows of codes. scale_of(r, k, its code): the scale of element k of row r of the
-// lane's.
-template <class Codes, class Scale>
+struct Nf4Row {
+    float mean;
+    int group;  // the first one of its module
+    int block;  // the first one of its module's that is the row's
+};
+
+struct Nf4Codes : FourBits<true> {
+    struct Parts {
+        u8 code;
+        float factor;
+    };
+    const u8* codes;
+    const float *groups, *levels;  // levels: shared memory
+    const Nf4Row* row_of;          // shared memory
+    int rows, blocks;
+    __device__ __forceinline__ Parts fetch(int n, int k) const {
+        const Nf4Row row = row_of[n];
+        const int at = k / BLOCK;
+        return {codes[(i64)code_row(n, rows) * blocks + at],
+                groups[row.group + (row.block + at) / GROUP]};
+    }
+    __device__ __forceinline__ float scale(int n, const Parts& parts) const {
+        return levels[parts.code] * parts.factor + row_of[n].mean;
+    }
+};
+
+struct Mxfp4Codes : FourBits<false> {
+    using Parts = u8;
+    const u8* exponents;
+    int rows, blocks;
+    __device__ __forceinline__ Parts fetch(int n, int k) const {
+        return exponents[(i64)code_row(n, rows) * blocks + k / 32];
+    }
+    __device__ __forceinline__ float scale(int, Parts parts) const { return power_of(parts); }
+};
+
+// Codes of eight bits. first: of the row's scales, shared memory.
+struct ByteCodes {
+    static constexpr int PER_VECTOR = 16;
+    static constexpr bool SCALES_SUMS = true;
+    using Eight = uint2;
+    using Parts = float;
+    const float* scales;
+    const i64* first;
+    bool blocks;
+    __device__ __forceinline__ Parts fetch(int n, int k) const {
+        return scales[first[n] + (blocks ? k / 128 : 0)];
+    }
+    __device__ __forceinline__ float scale(int, Parts parts) const { return parts; }
+    __device__ __forceinline__ uint4 eight(const uint2& words, float) const {
+        return make_uint4(pair_of(Q(), words.x, 0), pair_of(Q(), words.x, 1),
+                          pair_of(Q(), words.y, 0), pair_of(Q(), words.y, 1));
+    }
+};
+
+// The product of a's rows `span` with `rows` rows of codes, whose first is column `first` of out.
+template <class Codes>
 __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* codes,
                                                const D* bias, const D* addend, const Span& span,
-                                               const TwoRows& b, int N, int K, int first, int rows,
-                                               float alpha, const Codes& format, Scale scale_of) {
-    // Each lane's own codes of both rows; then the sums of all warps.
-    constexpr int SUMS = WARPS * CODED_ROWS * (CODED_FEATURES + 1) * 4;
-    constexpr int STAGE = 2 * 32 * WARPS;  // vectors
-    constexpr int SHARED = STAGES * STAGE * 16 > SUMS ? STAGES * STAGE * 16 : SUMS;
+                                               int N, int K, int first, int rows, float alpha,
+                                               const Codes& format) {
+    // Codes of all warps, rows and lanes; then the sums of all warps.
+    extern __shared__ __align__(128) char shared[];
+    constexpr int THREADS = 32 * WARPS, STAGE = 2 * SPREAD * THREADS;  // vectors
     constexpr int VECTOR = Codes::PER_VECTOR, CODED_STRIDE = WARPS * 4 * VECTOR;
-    __shared__ __align__(16) char shared[SHARED];
+    using Eight = typename Codes::Eight;
+    constexpr int PER_SLOT = 16 / sizeof(Eight);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    uint4* const own_stages = reinterpret_cast<uint4*>(shared) + threadIdx.x;
-    const int own = (warp * 4 + t) * VECTOR;
-    const int to_scale = Codes::SCALES_SUMS ? VECTOR * t : 0;  // a sum is of four lanes' elements
-    const u8* of_row[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) { of_row[r] = codes + b.row[r] * K * 16 / VECTOR; }
+    // Four lanes load 64 bytes of a row, of which then each takes every fourth Eight. Slots are
+    // permuted, so that rows lie in different banks.
+    const int swizzle = g / 2;
+    uint4* const own_row = reinterpret_cast<uint4*>(shared) + (threadIdx.x - t);
+    const int there = rows - blockIdx.x * CODED_FEATURES, row_bytes = K * 16 / VECTOR;
+    const u8* const top_row = codes + (i64)(blockIdx.y * rows + blockIdx.x * CODED_FEATURES) * row_bytes;
     const auto fetch = [&](int stage, int k) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const bool valid = b.there[r] && k < K;
-            const SharedAddress to = shared_address(own_stages + stage * STAGE + r * 32 * WARPS);
-            cp_async_16(to, of_row[r] + (valid ? k * 16 / VECTOR : 0), valid);
+        for (int i = 0; i < 2 * SPREAD; ++i) {
+            const int n = 8 * i + g;
+            const bool valid = n < there && k + VECTOR * t < K;
+            const u8* from = valid ? top_row + (i64)n * row_bytes + (k * 16 / VECTOR + 16 * t) : codes;
+            cp_async_16(shared_address(own_row + stage * STAGE + i * THREADS + (t ^ swizzle)), from,
+                        valid);
         }
         cp_async_commit();
     };
+    const int own = Codes::SCALES_SUMS ? 0 : VECTOR * t;  // of the chunk, with the lane's scales
+    const int start = warp * 4 * VECTOR;
     for (int top = span.begin; top < span.end; top += CODED_ROWS) {
-        Sums sum = {};
-        decltype(format.scale_code(0, 0)) next[2];
+        Sums sum[SPREAD] = {};
+        typename Codes::Parts parts[2 * SPREAD];
 #pragma unroll
-        for (int i = 0; i < STAGES - 1; ++i) { fetch(i, own + i * CODED_STRIDE); }
+        for (int i = 0; i < STAGES - 1; ++i) { fetch(i, start + i * CODED_STRIDE); }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) { next[r] = own - to_scale < K ? format.scale_code(r, own - to_scale) : 0; }
+        for (int i = 0; i < 2 * SPREAD; ++i) {
+            if (start + own < K) { parts[i] = format.fetch(8 * i + g, start + own); }
+        }
         if (top == span.begin) { wait_for_earlier_kernels(); }
-        const bf16* left = a + (i64)(top + g) * K;
+        const bf16* left = a + (i64)(top + g) * K + 8 * t;
         int stage = 0;
-        for (int k = own; k - VECTOR * t < K; k += CODED_STRIDE) {
+        for (int k = start; k < K; k += CODED_STRIDE) {
             cp_async_wait<STAGES - 2>();
-            const bool inside = k < K;
-            uint4 words[2];
-            float scale[2];
+            __syncwarp();
+            float scale[2 * SPREAD];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                words[r] = own_stages[stage * STAGE + r * 32 * WARPS];
-                scale[r] = k - to_scale < K ? scale_of(r, k, next[r]) : 0.0f;
-                const int behind = k + CODED_STRIDE - to_scale;
-                next[r] = behind < K ? format.scale_code(r, behind) : 0;
+            for (int i = 0; i < 2 * SPREAD; ++i) {
+                const int n = 8 * i + g, next = k + own + CODED_STRIDE;
+                scale[i] = k + own < K ? format.scale(n, parts[i]) : 0.0f;
+                if (next < K) { parts[i] = format.fetch(n, next); }
             }
             fetch(stage == 0 ? STAGES - 1 : stage - 1, k + (STAGES - 1) * CODED_STRIDE);
+            const uint4* const words = own_row + stage * STAGE;
             stage = stage == STAGES - 1 ? 0 : stage + 1;
-            Sums part = {};
-            Sums& to = Codes::SCALES_SUMS ? part : sum;
+            Sums part[SPREAD] = {};
+            auto& to = *(Codes::SCALES_SUMS ? &part : &sum);
 #pragma unroll 1  // else too many registers hold what is decoded early
-            for (int half = 0; half < VECTOR / 16; ++half) {
+            for (int s = 0; s < VECTOR / 8; ++s) {
+                uint4 right[TILES];
 #pragma unroll
-                for (int w = 0; w < 2; ++w) {
-                    const uint4 x = format.eight(words[0], w, scale[0]);
-                    const uint4 y = format.eight(words[1], w, scale[1]);
-                    const u32 one[4] = {x.x, y.x, x.y, y.y}, two[4] = {x.z, y.z, x.w, y.w};
+                for (int tile = 0; tile < TILES; ++tile) {
+                    const bool valid = k + 32 * s + 8 * t < K && top + tile * 8 + g < span.end;
+                    const bf16* from = left + (i64)tile * 8 * K + k + 32 * s;
+                    right[tile] = valid ? *reinterpret_cast<const uint4*>(from) : zeros();
+                }
+                const int eighth = 4 * s + t;
+#pragma unroll
+                for (int f = 0; f < SPREAD; ++f) {
+                    uint4 x[2];
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const uint4* slot = words + (2 * f + r) * THREADS + (eighth / PER_SLOT ^ swizzle);
+                        const float of_x = Codes::SCALES_SUMS ? 1.0f : __shfl_sync(~0u, scale[2 * f + r], s, 4);
+                        x[r] = format.eight(reinterpret_cast<const Eight*>(slot)[eighth % PER_SLOT], of_x);
+                    }
+                    const u32 one[4] = {x[0].x, x[1].x, x[0].y, x[1].y};
+                    const u32 two[4] = {x[0].z, x[1].z, x[0].w, x[1].w};
 #pragma unroll
                     for (int tile = 0; tile < TILES; ++tile) {
-                        uint4 right = zeros();
-                        if (inside && top + tile * 8 + g < span.end) {
-                            const bf16* from = left + (i64)tile * 8 * K + k + 16 * half + 8 * w;
-                            right = *reinterpret_cast<const uint4*>(from);
-                        }
-                        mma_m16n8k16_bf16(to[tile], one, right.x, right.y);
-                        mma_m16n8k16_bf16(to[tile], two, right.z, right.w);
+                        mma_m16n8k16_bf16(to[f][tile], one, right[tile].x, right[tile].y);
+                        mma_m16n8k16_bf16(to[f][tile], two, right[tile].z, right[tile].w);
                     }
                 }
-#pragma unroll
-                for (int r = 0; r < 2; ++r) { words[r].x = words[r].z, words[r].y = words[r].w; }
             }
             if constexpr (Codes::SCALES_SUMS) {
 #pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
+                for (int f = 0; f < SPREAD; ++f) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        sum[tile][i] = fmaf(part[tile][i], scale[i / 2], sum[tile][i]);
+                    for (int i = 0; i < 4 * TILES; ++i) {
+                        float& total = sum[f][i / 4][i % 4];
+                        total = fmaf(part[f][i / 4][i % 4], scale[2 * f + i % 4 / 2], total);
                     }
                 }
             }
         }
         cp_async_wait<0>();
-        __syncthreads();  // all warps have read their stages
         const i64 at = (i64)top * N;
-        finish<true>(reinterpret_cast<float*>(shared), sum, out + at,
-                     bias ? bias + (i64)blockIdx.y * N : nullptr, addend ? addend + at : nullptr,
-                     span.end - top, N, first + blockIdx.x * CODED_FEATURES, first + rows, alpha);
+#pragma unroll
+        for (int f = 0; f < SPREAD; ++f) {
+            __syncthreads();  // all warps have read their stages, or the last sums
+            finish<true>(reinterpret_cast<float*>(shared), sum[f], out + at,
+                         bias ? bias + (i64)blockIdx.y * N : nullptr, addend ? addend + at : nullptr,
+                         span.end - top, N, first + blockIdx.x * CODED_FEATURES + 16 * f,
+                         first + rows, alpha);
+        }
         __syncthreads();  // before the stages of the next rows
     }
 }
@@ -316,31 +366,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
                int E, int first, int rows, int modules, float alpha) {
     __shared__ __align__(256) float table[16];
     __shared__ float scale_levels[GROUP];
+    __shared__ Nf4Row row_of[CODED_FEATURES];
     start_next_kernel();
     if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
     if (span.begin == span.end) { return; }
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
     scale_levels[threadIdx.x] = levels[threadIdx.x];
-    __syncthreads();
-    const TwoRows b(rows);
-    const int of_module = E * rows / modules, blocks = K / BLOCK;  // rows, and blocks of a row
-    const int of_groups = (int)(((i64)of_module * blocks + GROUP - 1) / GROUP);
-    float means[2];
-    int group[2], block[2];  // the first ones of the module, and of the row in it
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int module = (int)(b.row[r] / of_module);
-        group[r] = module * of_groups;
-        means[r] = mean[module];
-        block[r] = ((int)b.row[r] - module * of_module) * blocks;
+    const int blocks = K / BLOCK;
+    if (threadIdx.x < CODED_FEATURES) {
+        const int of_module = E * rows / modules, row = code_row(threadIdx.x, rows);
+        const int module = row / of_module;
+        const int of_groups = (int)(((i64)of_module * blocks + GROUP - 1) / GROUP);
+        row_of[threadIdx.x] = {mean[module], module * of_groups, row % of_module * blocks};
     }
-    const auto scale_of = [&](int r, int k, u8 code) {
-        const int at = group[r] + (block[r] + k / BLOCK) / GROUP;
-        return scale_levels[code] * groups[at] + means[r];
-    };
-    const FourBits<true, BLOCK> format(shared_address(table), scale_codes, b.row, K);
-    multiply_codes(out, a, codes, bias, addend, span, b, N, K, first, rows, alpha, format, scale_of);
+    __syncthreads();
+    const Nf4Codes format{{shared_address(table)}, scale_codes, groups, scale_levels, row_of, rows,
+                          blocks};
+    multiply_codes(out, a, codes, bias, addend, span, N, K, first, rows, alpha, format);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
@@ -354,10 +397,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
     if (span.begin == span.end) { return; }
     if (threadIdx.x < 16) { table[threadIdx.x] = level_of(threadIdx.x); }
     __syncthreads();
-    const TwoRows b(N);
-    const FourBits<false, 32> format(shared_address(table), exponents, b.row, K);
-    const auto scale_of = [](int r, int k, u8 code) { return power_of(code); };
-    multiply_codes(out, a, codes, bias, addend, span, b, N, K, 0, N, alpha, format, scale_of);
+    const Mxfp4Codes format{{shared_address(table)}, exponents, N, K / 32};
+    multiply_codes(out, a, codes, bias, addend, span, N, K, 0, N, alpha, format);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
@@ -365,18 +406,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
                  const float* __restrict__ scales, const D* __restrict__ bias, const D* addend,
                  const int* starts, int M, int N, int K, int E, int first, int rows, int of_module,
                  int of_scale, int columns, float alpha) {
+    __shared__ i64 first_scale[CODED_FEATURES];
     start_next_kernel();
     if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
     if (span.begin == span.end) { return; }
-    const TwoRows b(rows);
-    const int blocks = (of_module + of_scale - 1) / of_scale;  // of a module's rows
-    Bytes format{{}, columns > 1};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const i64 module = b.row[r] / of_module, row = b.row[r] % of_module;
-        format.scales[r] = scales + (module * blocks + row / of_scale) * columns;
+    if (threadIdx.x < CODED_FEATURES) {
+        const int blocks = (of_module + of_scale - 1) / of_scale;  // of a module's rows
+        const int row = code_row(threadIdx.x, rows);
+        const i64 module = row / of_module;
+        first_scale[threadIdx.x] = (module * blocks + row % of_module / of_scale) * columns;
     }
-    multiply_codes(out, a, reinterpret_cast<const u8*>(codes), bias, addend, span, b, N, K, first,
-                   rows, alpha, format, [](int r, int k, float scale) { return scale; });
+    __syncthreads();
+    const ByteCodes format{scales, first_scale, columns > 1};
+    multiply_codes(out, a, reinterpret_cast<const u8*>(codes), bias, addend, span, N, K, first,
+                   rows, alpha, format);
 }

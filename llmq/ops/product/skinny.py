@@ -1,6 +1,8 @@
 """Products of few rows, which the memory of their weights limits: each weight is read once."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from llmq.base.dtypes import BF16
 from llmq.base.operand import Bytes, Coded, Mxfp4, Nf4
@@ -15,7 +17,7 @@ MOST_CODED_ROWS = 64  # of codes, of which more are decoded once for all of them
 WARPS = 8  # of a block, each of which sums a part of K
 TILE = 8  # rows of b
 RESIDENT = {1: 4, 2: 3}  # blocks of a multiprocessor, by tiles in a block
-CODED_FEATURES = 2 * TILE  # rows of b in a block
+CODED_FEATURES = 2 * TILE  # rows of codes for the left of the tensor cores, see SPREAD
 
 SKINNY = Kernel(
     "product/skinny.cu",
@@ -100,11 +102,35 @@ def skinny(
     )
 
 
-def _tiles(M: int, E: int) -> int:
-    """Tiles of rows that a block multiplies at a time, of codes that it decodes once for them: of
-    about as many rows as each of E matrices has."""
-    rows = min(ceil_div(M, E) * (1 if E == 1 else 2), MOST_CODED_ROWS)
-    return 1 << (ceil_div(rows, TILE) - 1).bit_length()
+class Block(NamedTuple):
+    """A block of the products of codes. tiles: of a's rows, for which a block decodes once; spread:
+    of b's rows, for which a block reads a once."""
+
+    tiles: int
+    spread: int
+
+    @classmethod
+    def of(cls, dev: Device, M: int, rows: int, E: int) -> Block:
+        """For about as many rows of a as each of E matrices has, of so many rows."""
+        each = min(ceil_div(M, E) * (1 if E == 1 else 2), MOST_CODED_ROWS)
+        tiles = 1 << (ceil_div(each, TILE) - 1).bit_length()
+        blocks = E * ceil_div(rows, 2 * CODED_FEATURES)
+        return cls(tiles, 2 if blocks >= dev.spec.num_sms else 1)
+
+    @property
+    def features(self) -> int:
+        return CODED_FEATURES * self.spread
+
+    @property
+    def shared(self) -> int:
+        """Bytes: codes of all threads' stages, or the sums of all warps."""
+        stages = 4 if self.spread == 1 else 2
+        sums = WARPS * TILE * self.tiles * (CODED_FEATURES + 1) * 4
+        return max(stages * 2 * self.spread * WARP * WARPS * VECTOR_BYTES, sums)
+
+    @property
+    def consts(self) -> dict[str, int]:
+        return {"TILES": self.tiles, "SPREAD": self.spread}
 
 
 def skinny_nf4(
@@ -133,12 +159,14 @@ def skinny_nf4(
         coded = (run.codes, run.scale_codes, run.groups, run.mean, b.levels)
         added = (bias and bias.view(E * N), addend, starts)
         rows = run.rows // E
+        block = Block.of(dev, M, rows, E)
         dev.launch(
             NF4,
-            (ceil_div(rows, CODED_FEATURES), E),
+            (ceil_div(rows, block.features), E),
             WARP * WARPS,
             (out, a, *coded, *added, M, N, K, E, run.first, rows, run.mean.size, alpha),
-            consts={"TILES": _tiles(M, E)},
+            smem=block.shared,
+            consts=block.consts,
             cost=Cost(flops=2 * M * rows * K),
         )
 
@@ -161,12 +189,14 @@ def skinny_mxfp4(
     *experts, N, K = b.shape
     (M, _), E = a.shape, experts[0] if experts else 1
     added = (bias and bias.view(E * N), addend, starts)
+    block = Block.of(dev, M, N, E)
     dev.launch(
         MXFP4,
-        (ceil_div(N, CODED_FEATURES), E),
+        (ceil_div(N, block.features), E),
         WARP * WARPS,
         (out, a, b.codes, b.exponents, *added, M, N, K, E, alpha),
-        consts={"TILES": _tiles(M, E)},
+        smem=block.shared,
+        consts=block.consts,
         cost=Cost(flops=2 * M * N * K),
     )
 
@@ -193,12 +223,14 @@ def skinny_bytes(
     for run in b.runs:
         added = (bias and bias.view(E * N), addend, starts)
         rows = run.rows // E
+        block = Block.of(dev, M, rows, E)
         dev.launch(
             BYTES,
-            (ceil_div(rows, CODED_FEATURES), E),
+            (ceil_div(rows, block.features), E),
             WARP * WARPS,
             (out, a, run.codes, run.scales, *added, M, N, K, E, run.first, rows, *run[-3:], alpha),
-            consts={"TILES": _tiles(M, E)},
+            smem=block.shared,
+            consts=block.consts,
             cost=Cost(flops=2 * M * rows * K),
         )
 

@@ -20,6 +20,13 @@ SMALL_NF4 = {name: case for name, case in NF4_CASES.items() if not name.startswi
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
 
+@pytest.fixture(params=[1, 2])
+def spread(request, monkeypatch):
+    """Blocks of so many times 16 rows of codes, whatever the product's size."""
+    of = skinny.Block.of
+    monkeypatch.setattr(skinny.Block, "of", lambda *a: of(*a)._replace(spread=request.param))
+
+
 def arrays_of(rng, case, dtype, added):
     M, N, K = case
     arrays = {"out": np.full((M, N), np.nan, dtype.numpy)}
@@ -59,6 +66,7 @@ def multiply_codes(shape, first, dev, out, a, levels, starts=None, bias=None, ad
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", SMALL_NF4.values(), ids=SMALL_NF4)
+@pytest.mark.usefixtures("spread")
 def test_codes_of_nf4_equal_the_reference(dev, rng, case, dtype):
     M, N, K, first, end, modules = case
     arrays = arrays_of(rng, (M, N, K), dtype, M > 1)
@@ -70,6 +78,7 @@ def test_codes_of_nf4_equal_the_reference(dev, rng, case, dtype):
     assert (got[:, :first] == 7).all() and (got[:, end:] == 7).all()
 
 
+@pytest.mark.usefixtures("spread")
 def test_codes_of_experts_equal_the_reference(dev, rng):
     """Each has its rows, one of them more than a block takes at a time, and two have none."""
     E, N, K, starts = 6, 40, 128, [0, 0, 3, 4, 24, 29, 29]
@@ -92,6 +101,7 @@ def multiply_mxfp4(shape, dev, out, a, codes, exponents, starts=None, bias=None,
 
 @pytest.mark.parametrize("experts", [1, 5])
 @pytest.mark.parametrize("case", SMALL_MXFP4.values(), ids=SMALL_MXFP4)
+@pytest.mark.usefixtures("spread")
 def test_codes_of_mxfp4_equal_the_reference(dev, rng, case, experts):
     M, N, K = case
     arrays, n = arrays_of(rng, case, BF16, experts == 1), experts * N * K
@@ -122,6 +132,7 @@ def bytes_of(rng, dtype, rows, K, count):
 
 @pytest.mark.parametrize("codes", [E4M3, I8], ids=str)
 @pytest.mark.parametrize("case", SMALL_BYTES.values(), ids=SMALL_BYTES)
+@pytest.mark.usefixtures("spread")
 def test_codes_of_a_byte_equal_the_reference(dev, rng, case, codes):
     M, N, K, first, end, of_module, of_scale = case
     columns = -(-K // 128) if of_scale == 128 else 1
