@@ -13,12 +13,14 @@
 // Launch   32 WARPS threads, any grid: a block has FEATURES = 8 TILES rows of b at a time. Warps take
 //          every eighth 64 elements of K; their sums are added one warp after the other.
 //          Those of codes: b on the left of the tensor cores, 128 elements of K (bytes: 64), TILES of
-//          8 rows of a at a time, of any M; grid (a block for each 16 SPREAD rows of b, E).
+//          8 rows of a at a time, of any M, and SPREAD of 16 rows of b; grid (a block for each of
+//          these, E); dynamic shared memory of all stages, or of all warps' sums.
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first loads
-//          of b are in flight while the kernel in front of this one still runs.
-// Needs    sm_80; K a multiple of 8, of bytes of 16; M <= ROWS. b, codes and scales are written by no kernel that is
-//          launched programmatically. A sum's order follows from K alone, not from M, N or the other
-//          rows.
+//          of b are in flight while the kernel in front of this one still runs. NF4, few rows: about
+//          seven instructions for each code.
+// Needs    sm_80; K a multiple of 8, of bytes of 16; M <= ROWS. b, codes and scales are written by no
+//          kernel that is launched programmatically. A sum's order follows from K alone, not from M,
+//          N or the other rows.
 #include "common.cuh"
 #include "ptx.cuh"
 #include "quantize/bytes.cuh"
@@ -33,12 +35,13 @@
 
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
 constexpr int CODED_ROWS = 8 * TILES, CODED_FEATURES = 16 * SPREAD;
-constexpr int CHUNK = 64;         // elements of K at a time: of each row two vectors a lane
+constexpr int CHUNK = 64;  // elements of K at a time: of each row two vectors a lane
 constexpr int AHEAD = TILES == 1 ? 2 : 1;     // chunks that are on their way
 constexpr int RESIDENT = TILES == 1 ? 4 : 3;  // blocks of a multiprocessor
-constexpr int CODED_RESIDENT = TILES * SPREAD <= 2 ? 3 : TILES * SPREAD <= 4 || SPREAD == 1 ? 2 : 1;
-constexpr int STAGES = SPREAD == 1 ? 4 : 2;         // of a lane's codes, of which all but one are on their way
 constexpr int STRIDE = WARPS * CHUNK;
+constexpr int CODED_RESIDENT = TILES * SPREAD <= 2 ? 3 : TILES * SPREAD <= 4 || SPREAD == 1 ? 2 : 1;
+constexpr int STAGES = SPREAD == 1 ? 4 : 2;  // of codes, of which all but one are on their way
+constexpr int UNROLL = TILES == 1 ? 2 : 1;   // more: registers hold what is decoded early
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
@@ -176,9 +179,10 @@ __device__ __forceinline__ int code_row(int n, int rows) {
     return blockIdx.y * rows + min(blockIdx.x * CODED_FEATURES + n, rows - 1);
 }
 
-// A format of codes: PER_VECTOR elements in 16 bytes, of which Eight are eight. Scales of elements, or
-// with SCALES_SUMS of sums. fetch(n, k): the parts of the scale of element k of row n of the block, a
-// step ahead; scale(n, parts): this scale. eight(words, scale): eight elements.
+// A format of codes has PER_VECTOR elements in 16 bytes, of which Eight are eight: eight(words, scale)
+// decodes these. Scales are a lane's of the rows n and n + 8 of its block, of elements, or with
+// SCALES_SUMS of sums: fetch(k) loads them for the chunk of four vectors at k, turn() makes scales of
+// what was fetched, of(r, s) is the scale of row n + 8 r in the s-th 32 elements of the chunk.
 
 // Codes of four bits; table: F32 of each code.
 template <bool HIGH_FIRST> struct FourBits {
@@ -191,59 +195,101 @@ template <bool HIGH_FIRST> struct FourBits {
     }
 };
 
-struct Nf4Row {
-    float mean;
-    int group;  // the first one of its module
-    int block;  // the first one of its module's that is the row's
-};
-
 struct Nf4Codes : FourBits<true> {
-    struct Parts {
-        u8 code;
-        float factor;
-    };
     const u8* codes;
-    const float *groups, *levels;  // levels: shared memory
-    const Nf4Row* row_of;          // shared memory
-    int rows, blocks;
-    __device__ __forceinline__ Parts fetch(int n, int k) const {
-        const Nf4Row row = row_of[n];
-        const int at = k / BLOCK;
-        return {codes[(i64)code_row(n, rows) * blocks + at],
-                groups[row.group + (row.block + at) / GROUP]};
-    }
-    __device__ __forceinline__ float scale(int n, const Parts& parts) const {
-        return levels[parts.code] * parts.factor + row_of[n].mean;
-    }
+    const float *groups, *mean, *levels;  // levels: shared memory
+    int rows, blocks, of_module;          // rows of a module
+
+    // A chunk has two scales of each row: four lanes have those of two rows.
+    struct Scales {
+        const u8* codes;
+        const float *groups, *levels;
+        float mean, factor, scale;
+        int block, end;  // the next one of the lane, counted from the first one of its module
+        u8 code;
+        __device__ __forceinline__ Scales(const Nf4Codes& all, int n, int t)
+            : levels(all.levels), factor(0.0f), scale(0.0f), code(0) {
+            const int row = code_row(n + 8 * (t / 2), all.rows), module = row / all.of_module;
+            const int of_groups = (int)(((i64)all.of_module * all.blocks + GROUP - 1) / GROUP);
+            mean = all.mean[module];
+            groups = all.groups + module * of_groups;
+            block = row % all.of_module * all.blocks;
+            end = block + all.blocks;
+            codes = all.codes + (i64)module * all.of_module * all.blocks;
+            block += t % 2;
+        }
+        __device__ __forceinline__ void fetch(int k) {
+            const int at = block + k / BLOCK;
+            if (at < end) { code = codes[at], factor = groups[at / GROUP]; }
+        }
+        __device__ __forceinline__ void turn() { scale = levels[code] * factor + mean; }
+        __device__ __forceinline__ float of(int r, int s) const {
+            return __shfl_sync(~0u, scale, 2 * r + s / 2, 4);
+        }
+    };
 };
 
 struct Mxfp4Codes : FourBits<false> {
-    using Parts = u8;
     const u8* exponents;
     int rows, blocks;
-    __device__ __forceinline__ Parts fetch(int n, int k) const {
-        return exponents[(i64)code_row(n, rows) * blocks + k / 32];
-    }
-    __device__ __forceinline__ float scale(int, Parts parts) const { return power_of(parts); }
+
+    struct Scales {
+        const u8* exponents[2];
+        int blocks;
+        u8 code[2];
+        float scale[2];
+        __device__ __forceinline__ Scales(const Mxfp4Codes& all, int n, int t)
+            : blocks(all.blocks - t), code{}, scale{} {
+            for (int r = 0; r < 2; ++r) {
+                exponents[r] = all.exponents + (i64)code_row(n + 8 * r, all.rows) * all.blocks + t;
+            }
+        }
+        __device__ __forceinline__ void fetch(int k) {
+            if (k / 32 >= blocks) { return; }
+            for (int r = 0; r < 2; ++r) { code[r] = exponents[r][k / 32]; }
+        }
+        __device__ __forceinline__ void turn() {
+            for (int r = 0; r < 2; ++r) { scale[r] = power_of(code[r]); }
+        }
+        __device__ __forceinline__ float of(int r, int s) const {
+            return __shfl_sync(~0u, scale[r], s, 4);
+        }
+    };
 };
 
-// Codes of eight bits. first: of the row's scales, shared memory.
+// Codes of eight bits: a row has `columns` scales, of all elements or of 128.
 struct ByteCodes {
     static constexpr int PER_VECTOR = 16;
     static constexpr bool SCALES_SUMS = true;
     using Eight = uint2;
-    using Parts = float;
     const float* scales;
-    const i64* first;
-    bool blocks;
-    __device__ __forceinline__ Parts fetch(int n, int k) const {
-        return scales[first[n] + (blocks ? k / 128 : 0)];
-    }
-    __device__ __forceinline__ float scale(int, Parts parts) const { return parts; }
+    int rows, of_module, of_scale, columns;
     __device__ __forceinline__ uint4 eight(const uint2& words, float) const {
         return make_uint4(pair_of(Q(), words.x, 0), pair_of(Q(), words.x, 1),
                           pair_of(Q(), words.y, 0), pair_of(Q(), words.y, 1));
     }
+
+    struct Scales {
+        const float* scales[2];
+        float next[2], scale[2];
+        bool blocks;
+        __device__ __forceinline__ Scales(const ByteCodes& all, int n, int)
+            : next{}, scale{}, blocks(all.columns > 1) {
+            for (int r = 0; r < 2; ++r) {
+                const int row = code_row(n + 8 * r, all.rows), module = row / all.of_module;
+                const int each = (all.of_module + all.of_scale - 1) / all.of_scale;
+                const i64 at = (i64)module * each + row % all.of_module / all.of_scale;
+                scales[r] = all.scales + at * all.columns;
+            }
+        }
+        __device__ __forceinline__ void fetch(int k) {
+            for (int r = 0; r < 2; ++r) { next[r] = scales[r][blocks ? k / 128 : 0]; }
+        }
+        __device__ __forceinline__ void turn() {
+            for (int r = 0; r < 2; ++r) { scale[r] = next[r]; }
+        }
+        __device__ __forceinline__ float of(int r, int) const { return scale[r]; }
+    };
 };
 
 // The product of a's rows `span` with `rows` rows of codes, whose first is column `first` of out.
@@ -276,16 +322,20 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
         }
         cp_async_commit();
     };
-    const int own = Codes::SCALES_SUMS ? 0 : VECTOR * t;  // of the chunk, with the lane's scales
     const int start = warp * 4 * VECTOR;
+    using Scales = typename Codes::Scales;
+#if SPREAD == 1
+    Scales scales[SPREAD] = {Scales(format, g, t)};
+#else
+    Scales scales[SPREAD] = {Scales(format, g, t), Scales(format, 16 + g, t)};
+#endif
     for (int top = span.begin; top < span.end; top += CODED_ROWS) {
         Sums sum[SPREAD] = {};
-        typename Codes::Parts parts[2 * SPREAD];
 #pragma unroll
         for (int i = 0; i < STAGES - 1; ++i) { fetch(i, start + i * CODED_STRIDE); }
 #pragma unroll
-        for (int i = 0; i < 2 * SPREAD; ++i) {
-            if (start + own < K) { parts[i] = format.fetch(8 * i + g, start + own); }
+        for (int f = 0; f < SPREAD; ++f) {
+            if (start < K) { scales[f].fetch(start); }
         }
         if (top == span.begin) { wait_for_earlier_kernels(); }
         const bf16* left = a + (i64)(top + g) * K + 8 * t;
@@ -293,19 +343,17 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
         for (int k = start; k < K; k += CODED_STRIDE) {
             cp_async_wait<STAGES - 2>();
             __syncwarp();
-            float scale[2 * SPREAD];
 #pragma unroll
-            for (int i = 0; i < 2 * SPREAD; ++i) {
-                const int n = 8 * i + g, next = k + own + CODED_STRIDE;
-                scale[i] = k + own < K ? format.scale(n, parts[i]) : 0.0f;
-                if (next < K) { parts[i] = format.fetch(n, next); }
+            for (int f = 0; f < SPREAD; ++f) {
+                scales[f].turn();
+                if (k + CODED_STRIDE < K) { scales[f].fetch(k + CODED_STRIDE); }
             }
             fetch(stage == 0 ? STAGES - 1 : stage - 1, k + (STAGES - 1) * CODED_STRIDE);
             const uint4* const words = own_row + stage * STAGE;
             stage = stage == STAGES - 1 ? 0 : stage + 1;
             Sums part[SPREAD] = {};
             auto& to = *(Codes::SCALES_SUMS ? &part : &sum);
-#pragma unroll 1  // else too many registers hold what is decoded early
+#pragma unroll UNROLL
             for (int s = 0; s < VECTOR / 8; ++s) {
                 uint4 right[TILES];
 #pragma unroll
@@ -321,8 +369,8 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
                         const uint4* slot = words + (2 * f + r) * THREADS + (eighth / PER_SLOT ^ swizzle);
-                        const float of_x = Codes::SCALES_SUMS ? 1.0f : __shfl_sync(~0u, scale[2 * f + r], s, 4);
-                        x[r] = format.eight(reinterpret_cast<const Eight*>(slot)[eighth % PER_SLOT], of_x);
+                        x[r] = format.eight(reinterpret_cast<const Eight*>(slot)[eighth % PER_SLOT],
+                                            scales[f].of(r, s));
                     }
                     const u32 one[4] = {x[0].x, x[1].x, x[0].y, x[1].y};
                     const u32 two[4] = {x[0].z, x[1].z, x[0].w, x[1].w};
@@ -339,7 +387,7 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
 #pragma unroll
                     for (int i = 0; i < 4 * TILES; ++i) {
                         float& total = sum[f][i / 4][i % 4];
-                        total = fmaf(part[f][i / 4][i % 4], scale[2 * f + i % 4 / 2], total);
+                        total = fmaf(part[f][i / 4][i % 4], scales[f].of(i % 4 / 2, 0), total);
                     }
                 }
             }
@@ -366,23 +414,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
                int E, int first, int rows, int modules, float alpha) {
     __shared__ __align__(256) float table[16];
     __shared__ float scale_levels[GROUP];
-    __shared__ Nf4Row row_of[CODED_FEATURES];
     start_next_kernel();
     if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
     if (span.begin == span.end) { return; }
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
     scale_levels[threadIdx.x] = levels[threadIdx.x];
-    const int blocks = K / BLOCK;
-    if (threadIdx.x < CODED_FEATURES) {
-        const int of_module = E * rows / modules, row = code_row(threadIdx.x, rows);
-        const int module = row / of_module;
-        const int of_groups = (int)(((i64)of_module * blocks + GROUP - 1) / GROUP);
-        row_of[threadIdx.x] = {mean[module], module * of_groups, row % of_module * blocks};
-    }
     __syncthreads();
-    const Nf4Codes format{{shared_address(table)}, scale_codes, groups, scale_levels, row_of, rows,
-                          blocks};
+    const Nf4Codes format{{shared_address(table)}, scale_codes, groups, mean,
+                          scale_levels, rows, K / BLOCK, E * rows / modules};
     multiply_codes(out, a, codes, bias, addend, span, N, K, first, rows, alpha, format);
 }
 
@@ -401,24 +441,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
     multiply_codes(out, a, codes, bias, addend, span, N, K, 0, N, alpha, format);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CODED_RESIDENT)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, TILES == 8 ? 1 : CODED_RESIDENT)
     skinny_bytes(D* out, const bf16* a, const Q* __restrict__ codes,
                  const float* __restrict__ scales, const D* __restrict__ bias, const D* addend,
                  const int* starts, int M, int N, int K, int E, int first, int rows, int of_module,
                  int of_scale, int columns, float alpha) {
-    __shared__ i64 first_scale[CODED_FEATURES];
     start_next_kernel();
     if (starts) { wait_for_earlier_kernels(); }
     const Span span(starts, M);
     if (span.begin == span.end) { return; }
-    if (threadIdx.x < CODED_FEATURES) {
-        const int blocks = (of_module + of_scale - 1) / of_scale;  // of a module's rows
-        const int row = code_row(threadIdx.x, rows);
-        const i64 module = row / of_module;
-        first_scale[threadIdx.x] = (module * blocks + row % of_module / of_scale) * columns;
-    }
-    __syncthreads();
-    const ByteCodes format{scales, first_scale, columns > 1};
+    const ByteCodes format{scales, rows, of_module, of_scale, columns};
     multiply_codes(out, a, reinterpret_cast<const u8*>(codes), bias, addend, span, N, K, first,
                    rows, alpha, format);
 }

@@ -115,7 +115,8 @@ class Block(NamedTuple):
         each = min(ceil_div(M, E) * (1 if E == 1 else 2), MOST_CODED_ROWS)
         tiles = 1 << (ceil_div(each, TILE) - 1).bit_length()
         blocks = E * ceil_div(rows, 2 * CODED_FEATURES)
-        return cls(tiles, 2 if blocks >= dev.spec.num_sms else 1)
+        few = dev.spec.num_sms * (3 if tiles > 2 else 4) // 4  # a is read less, and fewer sums wait
+        return cls(tiles, 2 if blocks >= few else 1)
 
     @property
     def features(self) -> int:
@@ -150,7 +151,7 @@ def skinny_nf4(
     b: or E matrices (E,N,K), of one run. starts: I32 (E + 1,), ascending from 0 to M: rows of a
     that each of them multiplies. bias: (E,N) then.
 
-    Cost:    codes and scales of matrices that have rows, read once for each 16 rows; a launch for
+    Cost:    codes and scales of matrices that have rows, read once for each 64 rows; a launch for
              each of b's runs.
     """
     *experts, N, K = b.shape
@@ -184,7 +185,7 @@ def skinny_mxfp4(
 ) -> None:
     """`skinny_nf4` of MXFP4 codes, whose values BF16 has. K: a multiple of 32.
 
-    Cost:    codes of matrices that have rows, read once for each 16 rows; one launch.
+    Cost:    codes of matrices that have rows, read once for each 64 rows; one launch.
     """
     *experts, N, K = b.shape
     (M, _), E = a.shape, experts[0] if experts else 1

@@ -154,6 +154,15 @@ def test_a_row_depends_on_no_other(dev, rng):
         np.testing.assert_array_equal(run(dev, skinny.skinny, part)["out"], whole[rows])
 
 
+def test_blocks_read_a_for_more_rows_of_codes_where_there_are_enough():
+    dev = PlanDevice(GPU_SPEC)
+    enough = 2 * skinny.CODED_FEATURES * dev.spec.num_sms
+    assert skinny.Block.of(dev, 1, enough, 1) == (1, 2)
+    assert skinny.Block.of(dev, 1, enough - 32, 1) == (1, 1)
+    assert skinny.Block.of(dev, 64, enough * 3 // 4, 1) == (8, 2)
+    assert skinny.Block.of(dev, 128, 512, 128) == (1, 2)  # two rows of each expert
+
+
 def test_products_of_few_rows_are_taken():
     """On GPUs, of BF16 and an input of whole vectors."""
     dev = PlanDevice(GPU_SPEC)
