@@ -39,9 +39,16 @@ constexpr int CHUNK = 64;  // elements of K at a time: of each row two vectors a
 constexpr int AHEAD = TILES == 1 ? 2 : 1;     // chunks that are on their way
 constexpr int RESIDENT = TILES == 1 ? 4 : 3;  // blocks of a multiprocessor
 constexpr int STRIDE = WARPS * CHUNK;
-constexpr int CODED_RESIDENT = TILES * SPREAD <= 2 ? 3 : TILES * SPREAD <= 4 || SPREAD == 1 ? 2 : 1;
+#if __CUDA_ARCH__ >= 1000  // whose compiler needs more registers
+constexpr int MOST_OF_THREE = 1;
+#else
+constexpr int MOST_OF_THREE = 2;
+#endif
+constexpr int CODED_RESIDENT = TILES * SPREAD <= MOST_OF_THREE             ? 3
+                               : TILES * SPREAD <= 4 || SPREAD == 1 ? 2
+                                                                     : 1;
 constexpr int STAGES = SPREAD == 1 ? 4 : 2;  // of codes, of which all but one are on their way
-constexpr int UNROLL = TILES == 1 ? 2 : 1;   // more: registers hold what is decoded early
+constexpr int UNROLL = TILES * SPREAD == 1 ? 2 : 1;   // more: registers hold what is decoded early
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
