@@ -327,7 +327,7 @@ def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict
 def _allocations(trainer: Trainer) -> list[str]:
     """Every allocation of at least --debug-log-allocations MiB."""
     least = trainer.config.debug_log_allocations * MIB
-    labels = {name: "HOST" if tier.on_host else "GPU " for name, tier in TIERS.items()}
+    labels = {name: {"device": "GPU ", "ssd": "SSD "}.get(name, "HOST") for name in TIERS}
     return [
         f"{label}  {category:>15} - {tensor.name:>15}: {tensor.nbytes // MIB:4d} MiB"
         for place, label in labels.items()
