@@ -15,6 +15,8 @@ from llmq.ops.pointwise.elementwise import copy_columns
 from llmq.options.groups.batch import BatchOptions
 from llmq.runtime.device import Device
 
+PARTS = "heads of all ranks"  # scratch (B*N*T, F'): of each sequence, a part for each rank
+
 
 class HeadColumns(NamedTuple):
     """Heads side by side in a row: `count` of `width` columns each."""
@@ -59,7 +61,7 @@ class HeadExchange:
         if self.ranks == 1 or out is None:
             yield out
             return
-        with self._parts(out) as parts:
+        with self.dev.scratch(PARTS, out.shape, out.dtype) as parts:
             shape = (self.B * self.T, sum(count * width for count, width in heads))
             with self.dev.scratch("rows of tokens", shape, out.dtype) as x:
                 yield x
@@ -75,7 +77,7 @@ class HeadExchange:
             return x
         shape = (self.B * self.T, sum(count * width for count, width in heads))
         out = temps.enter_context(self.dev.scratch("rows of tokens", shape, x.dtype))
-        with self._parts(x) as parts:
+        with self.dev.scratch(PARTS, x.shape, x.dtype) as parts:
             self._exchange(parts, x)
             for tokens, part, rank in self._each(out, parts):
                 for columns in self._columns(heads, rank):
@@ -115,12 +117,6 @@ class HeadExchange:
         for rows in self._columns(heads, self.dev.mesh.index("context")):
             to, of = rows.own + rows.count, rows.all + rows.count
             yield own.rows(rows.own, to), of_all.rows(rows.all, of)
-
-    @contextmanager
-    def _parts(self, like: Tensor) -> Iterator[Tensor]:
-        """Scratch for the parts of all ranks, (B*N*T, F'): of each sequence by rank."""
-        with self.dev.scratch("heads of all ranks", like.shape, like.dtype) as parts:
-            yield parts
 
     def _each(self, tokens: Tensor, parts: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Rows of each sequence in tokens, and each rank's part (T, F') of these."""
