@@ -206,8 +206,6 @@ def exchanges_always(o: Options) -> str | None:
         return "--shard-gradients"
     if o.context_parallel > 1:
         return "--context-parallel"
-    if o.context_parallel > 1:
-        return "--context-parallel"
     return "--loss kto" if o.loss == "kto" else None
 
 
