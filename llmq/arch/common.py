@@ -45,7 +45,8 @@ class GgufKind:
     store how routers weigh experts, and the number of first layers without experts. factors: files
     store those of embeddings, scores, branches and logits. scale: factor of scores, which files do
     not store; None: 1 / sqrt(channels of a head). softcap: files store that of logits. vocabulary:
-    name of a tokenizer with merges and scores; None: the tokenizer's own kind.
+    name of a tokenizer with merges and scores; None: the tokenizer's own kind. nextn: files have
+    heads for multi-token prediction, as further layers.
     """
 
     name: str
@@ -64,6 +65,7 @@ class GgufKind:
     scale: float | None = None
     softcap: bool = False
     vocabulary: str | None = None
+    nextn: bool = False
 
 
 class Architecture:

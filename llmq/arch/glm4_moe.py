@@ -17,7 +17,7 @@ class Glm4Moe(WithExperts, RopeFamily):
     classifier = None
     model_type = "glm4_moe"
     label = "GLM-4-MoE"
-    gguf = GgufKind("glm4moe", heads=True, routers=True)
+    gguf = GgufKind("glm4moe", heads=True, routers=True, nextn=True)
     partial_rotary = True
     mtp = BEHIND
     qkv_bias = None

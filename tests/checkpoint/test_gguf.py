@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -44,6 +44,7 @@ from llmq.text.tokenizer import (
 from tests.adapters import targets
 from tests.arch.test_families import FAMILIES
 from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
+from tests.mtp import with_head
 from tests.text_data import write_bpe
 
 gguf = pytest.importorskip("gguf")
@@ -386,6 +387,31 @@ def test_gemma_4_is_as_llama_cpps_converter_writes_it(tmp_path):
     factors = found["rope_freqs.weight"]  # of 32 channels a quarter turns
     np.testing.assert_array_equal(factors, np.float32([1] * 4 + [1e30] * 12))
     assert "blk.1.attn_v.weight" not in found  # keys are values
+
+
+def test_heads_for_multi_token_prediction_are_further_layers(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES["glm4_moe"]()).float()
+    _, head = with_head("glm4_moe", model, tmp_path)
+    stored, at = load_file(tmp_path / "model.safetensors"), "model.layers.4"
+    both = stored.pop(f"{at}.mlp.experts.gate_up_proj").chunk(2, dim=1)  # as released: by expert
+    named = {"gate": both[0], "up": both[1], "down": stored.pop(f"{at}.mlp.experts.down_proj")}
+    for key, experts in named.items():
+        for i, values in enumerate(experts):
+            stored[f"{at}.mlp.experts.{i}.{key}_proj.weight"] = values.contiguous()
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    export(tmp_path, tmp_path / "f.gguf", to="gguf", dtype="fp32", verify=True)
+    found, known = tensors(tmp_path / "f.gguf"), fields(tmp_path / "f.gguf")
+    assert (known["glm4moe.block_count"], known["glm4moe.nextn_predict_layers"]) == (5, 1)
+    own = {"eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm"}
+    own |= {"shared_head.norm": "nextn.shared_head_norm", "self_attn.q_proj": "attn_q"}
+    for hf, name in own.items():
+        want = head[f"{at}.{hf}.weight"].detach().numpy()
+        np.testing.assert_array_equal(found[f"blk.4.{name}.weight"], want, err_msg=name)
+    for key, experts in named.items():
+        np.testing.assert_array_equal(found[f"blk.4.ffn_{key}_exps.weight"], experts.numpy())
+    export(tmp_path, tmp_path / "t.gguf", to="gguf", dtype="fp32", text_only=True)
+    assert not any(name.startswith("blk.4.") for name in tensors(tmp_path / "t.gguf"))
 
 
 @pytest.mark.parametrize("name", ["qwen2_untied", "llama", "mistral", "gemma3"])

@@ -99,7 +99,8 @@ class Gguf(ExportFormat):
             raise LlmqError("--format gguf: models with a score head are not written")
         if kind_of(model) is None:
             raise LlmqError(f"--format gguf: {model.architecture} has no name in GGUF files")
-        if source.adapters is None and source.began_as is not None and source.began_as.parts:
+        parts = () if source.began_as is None else source.began_as.parts
+        if source.adapters is None and parts and not _ahead(source):
             raise LlmqError(
                 f"--format gguf: {source.began_as.described} of '{source.name}' are not trained, "
                 "and have no place in the file: leave them out with --text-only"
@@ -221,10 +222,52 @@ def _params(source: Source) -> Iterator[Param]:
     return (param for slab in source.table for param in slab.params)
 
 
-def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
+class _Beside(NamedTuple):
+    """Tensors beside the language model, a tensor of the file, or one for each of several experts.
+    name: Hugging Face's, of all together."""
+
+    name: str
+    tensors: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        stacked = ".experts." in self.name
+        return (len(self.tensors),) * stacked + tuple(self.tensors[0].shape)
+
+    def read(self) -> np.ndarray:
+        each = [np.concatenate([x for _, x in tensor.pieces()]) for tensor in self.tensors]
+        return np.stack(each).reshape(self.shape)
+
+    def by_row(self, values: np.ndarray) -> np.ndarray:
+        return values
+
+
+def _ahead(source: Source) -> list[_Beside]:
+    """The heads for multi-token prediction, if there is nothing else beside the model, and GGUF has
+    them."""
+    began, first, found = source.began_as, source.model.num_layers, {}
+    if source.adapters is not None or began is None or not kind_of(source.model).nextn:
+        return []
+    for name in sorted(began.extra):
+        number = re.match(r"model\.layers\.(\d+)\.", name)
+        if number is None or int(number[1]) < first:
+            return []
+        found.setdefault(_EXPERT.sub(".experts.", name), []).append(name)
+    for names in found.values():
+        names.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    return [_Beside(name, tuple(began.extra[n] for n in names)) for name, names in found.items()]
+
+
+def _heads_ahead(source: Source) -> int:
+    """The number of these heads."""
+    return len({re.search(r"\d+", each.name)[0] for each in _ahead(source)})
+
+
+def _tensors(source: Source, dtype: str) -> dict[Param | _Beside, list[_Tensor]]:
     gguf, model = _library(), source.model
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of(model).name)
-    names, prefix = gguf.get_tensor_name_map(arch, model.num_layers), model.arch.file_prefix
+    names = gguf.get_tensor_name_map(arch, model.num_layers + _heads_ahead(source))
+    prefix = model.arch.file_prefix
 
     def tensor(hf: str, shape: tuple[int, ...], made: Callable) -> _Tensor:
         adapter = _LORA.search(hf)
@@ -246,7 +289,7 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
         keys = rounded_keys(model, ternary_run(source, "--dtype tq2_0").ternary_of)
         for param in (param for param in made if is_rounded(param, keys)):
             made[param] = [_ternary(tensor) for tensor in made[param]]
-    return made
+    return made | {each: [tensor(each.name, each.shape, each.by_row)] for each in _ahead(source)}
 
 
 def _ternary(tensor: _Tensor) -> _Tensor:
@@ -351,7 +394,10 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
         return
     model = source.model
     writer.add_size_label(gguf.size_label(sum(p.count for p in _params(source)), 0, 0, 0))
-    writer.add_block_count(model.num_layers)
+    heads = _heads_ahead(source)
+    writer.add_block_count(model.num_layers + heads)
+    if heads:
+        writer.add_nextn_predict_layers(heads)
     writer.add_context_length(model.max_positions)
     writer.add_embedding_length(model.hidden_size)
     writer.add_feed_forward_length(gguf_halves.widths(model))
@@ -438,12 +484,15 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
                 writer.write_tensor_data(_Data(tensor.nbytes, pieces))
 
 
-def _read_ahead(source: Source, params: Iterable[Param]) -> Iterator[tuple[Param, np.ndarray]]:
+def _read_ahead(
+    source: Source, params: Iterable[Param | _Beside]
+) -> Iterator[tuple[Param | _Beside, np.ndarray]]:
     """Parameters with their rows; a thread reads the next parameter meanwhile."""
     with ThreadPoolExecutor(1) as reader:
-        coming: list[tuple[Param, Future[np.ndarray]]] = []
+        coming: list[tuple[Param | _Beside, Future[np.ndarray]]] = []
         for param in params:
-            coming.append((param, reader.submit(source.read, param)))
+            read = param.read if isinstance(param, _Beside) else partial(source.read, param)
+            coming.append((param, reader.submit(read)))
             if len(coming) > 1:
                 first, values = coming.pop(0)
                 yield first, first.by_row(values.result())
