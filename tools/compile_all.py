@@ -196,7 +196,8 @@ def note_routers(spec: DeviceSpec, noted: Launches) -> None:
     sums, factors = of(I64, sums_size(E)), of(F32, E + 1)
     for kind, renormalize in itertools.product(route.KINDS, (False, True)):
         how = {"kind": kind, "renormalize": renormalize}
-        route.route(dev, chosen, shares, logits, sums=sums, **how)
+        for groups in ((1, 1), (8, 4)):
+            route.route(dev, chosen, shares, logits, groups=groups, sums=sums, **how)
         route.route_backward(dev, logits, shares, logits, chosen, factors=factors, **how)
 
 

@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 key_of(float x) {
 
 // key_of's argument.
 __device__ __forceinline__ float number_of(u32 key) {
-    return key == 1 ? __uint_as_float(0x7FC00000u) : __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
+    return __uint_as_float(key == 1 ? 0x7FC00000u : key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
 // A row's experts by key: lane l has experts l, l + 32, ...; 0 is the key of one that is left out.
