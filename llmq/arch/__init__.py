@@ -13,6 +13,7 @@ from llmq.arch.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
 from llmq.arch.ernie4_5 import Ernie45, Helium
 from llmq.arch.exaone4 import Exaone4
 from llmq.arch.gemma import Gemma
+from llmq.arch.gemma2 import Gemma2
 from llmq.arch.gemma3 import Gemma3
 from llmq.arch.gemma4 import Gemma4, Gemma4Unified
 from llmq.arch.glm4 import Glm, Glm4
@@ -45,7 +46,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         SmolLm3(), Olmo3(), SeedOss(), Exaone4(), Gemma(), Ministral(), Cwm(), Starcoder2(),
         Glm(), Glm4(), Ernie45(), Helium(), Granite(), Arcee(), Ministral3(),
         Gemma4(), Gemma4Unified(), Glm4Moe(), MiniMaxM2(), Lfm2(), DeepseekV2(),
-        DeepseekV3(), Glm4MoeLite(), GraniteHybrid(), NemotronH(),
+        DeepseekV3(), Glm4MoeLite(), GraniteHybrid(), NemotronH(), Gemma2(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

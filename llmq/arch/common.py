@@ -277,7 +277,7 @@ class Architecture:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers rope_layers local_rope_theta query_growth attention_scale".split()
         names += "logit_softcap experts mixers latent full_kv_heads full_head_dim".split()
-        names += ["shared_keys", "per_layer_size", "mlp_layers"]
+        names += ["shared_keys", "per_layer_size", "mlp_layers", "attention_softcap"]
         others = dict.fromkeys(names) | dict.fromkeys(MULTIPLIERS, 1.0)
         others |= dict.fromkeys(("keys_as_values", "wide_mlp"), False)
         others = {name: value for name, value in others.items() if name not in self.own_fields}

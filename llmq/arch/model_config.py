@@ -121,6 +121,8 @@ class ModelConfig:
     """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
     attention_scale: float | None = None
     """Factor of attention's scores; None: 1 / sqrt(Hd)."""
+    attention_softcap: float | None = None
+    """softcap * tanh(score / softcap) stands for each score, a whole number; None: no cap."""
     embedding_multiplier: float = 1.0
     """Factor of the embedding's rows."""
     residual_multiplier: float = 1.0
@@ -419,6 +421,9 @@ class ModelConfig:
         scale = self.attention_scale
         if scale is not None and not 0 < scale < math.inf:
             raise ConfigError(f"model attention_scale: must be positive, got {scale}")
+        cap = self.attention_softcap
+        if cap is not None and not 0 < cap == int(cap) < 1 << 16:
+            raise ConfigError(f"model attention_softcap: must be a whole number, got {cap}")
         for name in MULTIPLIERS:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"model {name}: must be positive, got {getattr(self, name)}")

@@ -70,6 +70,13 @@ _OLMO2 = {
     "OLMo-2-13B": (5120, 13824, 40, 40, 40, 1e-6, False),
     "OLMo-2-32B": (5120, 27648, 40, 8, 64, 1e-6, False),
 }
+_OLMO3 = {"OLMo-3-7B": (4096, 11008, 32, 32, 32, 1e-6, False)}
+_SMOLLM3 = {"SmolLM3-3B": (2048, 11008, 16, 4, 36, 1e-6, True)}
+_GEMMA2 = {
+    "gemma-2-2b": (2304, 9216, 8, 4, 26, 1e-6, True),
+    "gemma-2-9b": (3584, 14336, 16, 8, 42, 1e-6, True),
+    "gemma-2-27b": (4608, 36864, 32, 16, 46, 1e-6, True),
+}
 _GEMMA3 = {
     "gemma-3-270m": (640, 2048, 4, 1, 18, 1e-6, True),
     "gemma-3-1b": (1152, 6912, 4, 1, 26, 1e-6, True),
@@ -155,6 +162,9 @@ _FAMILIES = (
     ("GPT2LMHeadModel", _GPT2, 50257, 50256, 50256, None, 1024, 1e4, None),
     ("Phi3ForCausalLM", _PHI3, 32064, 1, 32000, 32000, 4096, 1e4, None),
     ("Olmo2ForCausalLM", _OLMO2, 100352, None, 100257, 100277, 4096, 5e5, None),
+    ("Olmo3ForCausalLM", _OLMO3, 100278, None, 100257, 100277, 65536, 5e5, None),
+    ("SmolLM3ForCausalLM", _SMOLLM3, 128256, 128000, 128012, 128004, 65536, 5e6, None),
+    ("Gemma2ForCausalLM", _GEMMA2, 256000, 2, 1, 0, 8192, 1e4, 256),
     ("Gemma3ForCausalLM", _GEMMA3, 262144, 2, 1, 0, 32768, 1e6, 256),
     ("Gemma3ForCausalLM", _GEMMA3_LARGE, 262208, 2, 1, 0, 131072, 1e6, 256),
     (_HYBRID, _GRANITE_HYBRID, 100352, 100257, 100257, 100256, 131072, 1e4, None),
@@ -189,6 +199,12 @@ def _windows(num_layers: int, window: int) -> dict[str, Any]:
     """Fields of Gemma-3: five of six layers have the window, and RoPE with another base."""
     windowed = all_but_every(6, num_layers)
     return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
+
+
+def _gemma2(num_layers: int) -> dict[str, Any]:
+    """Fields of Gemma 2."""
+    windows = {"sliding_window": 4096, "windowed_layers": all_but_every(2, num_layers)}
+    return windows | {"attention_softcap": 50.0, "logit_softcap": 30.0}
 
 
 def _gemma4(
@@ -307,9 +323,17 @@ _LONG = {"original_max_positions": 4096, "mscale": 0.707, "mscale_all_dim": 0.70
 _LONG = {"rope_scaling": RopeScaling(kind="yarn", factor=40.0, **_LONG)}
 _FAR = {"original_max_positions": 4096, "truncate": False}
 _FAR = {"rope_scaling": RopeScaling(kind="yarn", factor=32.0, **_FAR)}
+_OLMO = {"original_max_positions": 8192}
+_OLMO = {"rope_scaling": RopeScaling(kind="yarn", factor=8.0, **_OLMO)}
 _STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
 # Additional fields of single models.
 _MORE = {
+    "OLMo-3-7B": _OLMO
+    | {"sliding_window": 4096, "windowed_layers": all_but_every(4, 32), "local_rope_theta": 5e5},
+    "SmolLM3-3B": {"rope_layers": all_but_every(4, 36)},
+    "gemma-2-2b": _gemma2(26),
+    "gemma-2-9b": _gemma2(42),
+    "gemma-2-27b": _gemma2(46) | {"head_dim": 128, "attention_scale": 144**-0.5},
     "gemma-3-270m": _windows(18, 512),
     "gemma-3-1b": _windows(26, 512),
     "gemma-3-4b": _windows(34, 1024) | _STRETCHED,
@@ -393,7 +417,7 @@ PRESETS: dict[str, ModelConfig] = dict(_presets())
 
 _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
 
-_OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/", "gemma-4": "google/", "gpt-oss": "openai/"}
+_OWNERS = {"Qwen": "Qwen/", "gemma-": "google/", "gpt-oss": "openai/"}
 RELEASED = {n: f"{o}{n}" for n in PRESETS for start, o in _OWNERS.items() if n.startswith(start)}
 RELEASED |= {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
@@ -417,6 +441,8 @@ RELEASED |= {
     "LFM2-1.2B": "LiquidAI/LFM2-1.2B",
     "DeepSeek-V2-Lite": "deepseek-ai/DeepSeek-V2-Lite",
     "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
+    "OLMo-3-7B": "allenai/Olmo-3-1025-7B",
+    "SmolLM3-3B": "HuggingFaceTB/SmolLM3-3B",
     "OLMo-2-1B": "allenai/OLMo-2-0425-1B",
     "OLMo-2-7B": "allenai/OLMo-2-1124-7B",
     "OLMo-2-13B": "allenai/OLMo-2-1124-13B",

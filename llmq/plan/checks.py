@@ -129,6 +129,8 @@ def _mixer_limits(model: ModelConfig) -> Iterator[_Limit]:
 
 def _unsupported(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str | None:
     """Why cuDNN cannot compute the model's attention on this GPU; None if it can."""
+    if model.attention_softcap is not None:
+        return "it has no soft cap of scores, as this model"
     dtype = parse_dtype(config.model_dtype)
     sizes = (heads.channels for heads in model.every_heads)
     reasons = (cudnn.unsupported(spec.capability, dtype, size) for size in sizes)

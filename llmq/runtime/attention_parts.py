@@ -198,10 +198,15 @@ def backward_tiles(
 
 
 def compile_consts(
-    dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
+    dtype: DType,
+    head_dim: int,
+    masked: bool = False,
+    small_shared: bool = False,
+    softcap: int = 0,
 ) -> dict[str, int]:
     """Return the compile-time constants of attention.cu, the same for all its entries. masked:
-    queries do not see all keys before them. small_shared: see DeviceSpec."""
+    queries do not see all keys before them. small_shared: see DeviceSpec. softcap: of scores, 0
+    without a cap."""
     backward = backward_tiles(dtype, head_dim, masked, small_shared)
     consts = {
         "HEAD_DIM": head_dim,
@@ -218,4 +223,4 @@ def compile_consts(
         consts[f"{name}_OWN"] = tiles.own
         consts[f"{name}_STEP"] = tiles.step
         consts[f"{name}_THREADS"] = tiles.threads
-    return consts
+    return consts | ({"SOFTCAP": softcap} if softcap else {})

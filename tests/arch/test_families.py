@@ -55,6 +55,10 @@ FAMILIES = {
         **FOUR, sliding_window=None, layer_types=["full_attention"] * 4
     ),
     "gemma": lambda: transformers.GemmaConfig(**FOUR, head_dim=32),
+    "gemma2": lambda: transformers.Gemma2Config(  # small caps, which scores and logits reach
+        **FOUR, head_dim=32, sliding_window=5, query_pre_attn_scalar=20, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
     "gemma4_unified": lambda: transformers.Gemma4UnifiedTextConfig(
         **FOUR, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, sliding_window=5,
         attention_k_eq_v=True, layer_types=["sliding_attention", "full_attention"] * 2,

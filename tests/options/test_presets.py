@@ -50,6 +50,11 @@ PARAMETERS = {
     "OLMo-2-7B": 7_298_617_344,
     "OLMo-2-13B": 13_716_198_400,
     "OLMo-2-32B": 32_234_279_936,
+    "OLMo-3-7B": 7_298_011_136,
+    "SmolLM3-3B": 3_075_098_624,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
     "gemma-3-4b": 3_880_263_168,
@@ -94,7 +99,7 @@ def test_tiny_presets_are_tiny():
 
 def test_presets():
     families = {config.architecture for config in PRESETS.values()}
-    assert len(families) == 26 and families <= set(ARCHITECTURES)
+    assert len(families) == 29 and families <= set(ARCHITECTURES)
     assert preset("QWEN2.5-7b").tied_embeddings is False
     assert preset("Llama-3.1-8B") is preset("llama-3-8b")
     assert preset("llama-3-8b").max_positions == 4096

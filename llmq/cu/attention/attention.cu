@@ -67,6 +67,17 @@ struct Sight {
 // Results of a block of backward: dK and dV of its keys, one of both, or dQ of its queries.
 enum class Part { KEYS, ONLY_K, ONLY_V, QUERIES };
 
+#ifndef SOFTCAP
+#define SOFTCAP 0  // none
+#endif
+constexpr float CAP = SOFTCAP ? SOFTCAP : 1;
+// A scaled score behind the soft cap, and the slope of the cap there.
+__device__ __forceinline__ float capped(float score) { return CAP * tanhf(score * (1.0f / CAP)); }
+__device__ __forceinline__ float slope_of(float capped_score) {
+    const float share = capped_score * (1.0f / CAP);
+    return 1.0f - share * share;
+}
+
 #include "attention/attention_fma.cuh"
 #include "attention/attention_mma.cuh"
 

@@ -177,7 +177,8 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
                 const bool future = key > own + row + 16 * i;
                 const bool unseen = future || (MASKED && key < first);
                 if (partial) { p[i][j] += spoiled[column + 16 * j]; }
-                p[i][j] = unseen ? -INFINITY : p[i][j] * scale;
+                const float score = SOFTCAP ? capped(p[i][j] * scale) : p[i][j] * scale;
+                p[i][j] = unseen ? -INFINITY : score;
                 top = fmaxf(top, p[i][j]);
             }
             top = max_of_16(top);
@@ -290,8 +291,12 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
                 const bool seen =
                     key <= query && query < seq_len && key >= sight.first_key(query);
                 if (MASKED) { p[i][j] += spoiled[column + 16 * j]; }
-                p[i][j] = seen ? expf(fmaf(p[i][j], scale, -lse[statistic])) : 0.0f;
-                const float gradient = p[i][j] * (d_s[i][j] - delta[statistic]);
+                const float score = capped(p[i][j] * scale);
+                const float exponent = SOFTCAP ? score - lse[statistic]
+                                               : fmaf(p[i][j], scale, -lse[statistic]);
+                p[i][j] = seen ? expf(exponent) : 0.0f;
+                float gradient = p[i][j] * (d_s[i][j] - delta[statistic]);
+                if (SOFTCAP) { gradient *= slope_of(score); }
                 d_s[i][j] = MASKED && !seen ? 0.0f : gradient;
             }
         }

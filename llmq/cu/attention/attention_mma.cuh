@@ -99,6 +99,20 @@ __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const floa
     }
 }
 
+// Scores that `scale` turns into those behind the soft cap.
+template <int M, int N> __device__ __forceinline__ void cap(float (&scores)[M][N][4], float scale) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                scores[m][n][i] = capped(scores[m][n][i] * scale) * (1.0f / scale);
+            }
+        }
+    }
+}
+
 // A step of the online softmax: scores become probabilities relative to the new maximum.
 template <int M, int N>
 __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&sum)[M][OWN_D / 8][4],
@@ -194,6 +208,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
                 scores, q_tile + warp_row * ROW_BYTES + score_column + left_offset(again),
                 k_tile + score_column + right_rows_offset(again));
             add_parts<0, THREADS>(scores);
+            if (SOFTCAP) { cap(scores, scale); }
             if (MASKED && step < warp_all) {
                 mask<false, true>(scores, warp_own, step, lane, -INFINITY, sight);
             } else if (step + STEP - 1 > warp_own) {
@@ -363,6 +378,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         float p[M][N][4], d_s[M][N][4];
         multiply_rows<M, N>(p, a_tile + left, x + score_column + right_rows_offset(lane));
         add_parts<0, THREADS>(p);
+        if (SOFTCAP) { cap(p, scale); }
+        float slope[M][N][4];  // of the soft cap
         if (MASKED && bad) { add_spoiled<M, N>(p, spoiled, lane); }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -372,6 +389,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? l.y : l.x) * LOG2E : row_lse[m][e >> 1];
+                    if (SOFTCAP) { slope[m][n][e] = slope_of(p[m][n][e] * scale); }
                     p[m][n][e] = exp2_approx(fmaf(p[m][n][e], scale_log2, -shift));
                 }
             }
@@ -395,6 +413,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? d.y : d.x) : row_delta[m][e >> 1];
                     d_s[m][n][e] = p[m][n][e] * (d_s[m][n][e] - shift);
+                    if (SOFTCAP) { d_s[m][n][e] *= slope[m][n][e]; }
                 }
             }
         }

@@ -28,9 +28,14 @@
 //          splits begin at multiples of STEP and SPLIT, in all entries the splits are added one after
 //          the other, and what a query does not see changes no bit. decode: several blocks may store
 //          the same keys; none with stores = 0.
+#ifndef SOFTCAP
+#define SOFTCAP 0  // none
+#endif
 #include "attention/paged_tiles.cuh"
 #include "common.cuh"
 #include "ptx.cuh"
+
+constexpr float CAP = (SOFTCAP ? SOFTCAP : 1) * LOG2E;  // of scores times log2(e)
 
 // What two sums count when they are added, each relative to the largest score of its own.
 struct Factors {
@@ -176,6 +181,7 @@ struct Block {
             for (int c = 0; c < STEP / 8; ++c) {
                 const int key = first + c * 8 + lane;
                 s[c] = scores[row * SCORES + c * 8 + lane] * scale;
+                if (SOFTCAP) { s[c] = CAP * tanhf(s[c] * (1.0f / CAP)); }
                 if (key > at || key < least) { s[c] = -INFINITY; }
                 largest = fmaxf(largest, s[c]);
             }

@@ -148,6 +148,7 @@ class AttentionHalf:
         self.batch, self.exchange = options.batch, HeadExchange(shared.dev, options.batch)
         self.B, self.T = options.batch.batch_size, options.batch.seq_len
         self.eps, self.scale = config.norm_eps, config.attention_scale
+        self.softcap = int(config.attention_softcap or 0)
         self.chunks = options.memory.attn_bwd_chunks
         layers, capability = range(config.num_layers), self.dev.spec.capability
         windows = [config.window_of(layer) for layer in layers]
@@ -306,12 +307,13 @@ class AttentionHalf:
         out, qkv = (self._by_head(layer, t) for t in (tensors.att, tensors.qkv))
         mask, (backend, _) = self.masks[layer.index], self.backends[layer.index]
         heads, lse = self.batch.local_heads(layer.spec.sizes["heads"])[:2], layer.saved.lse
-        attend = partial(attention.forward, scale=self.scale, backend=backend)
+        how = {"scale": self.scale, "softcap": self.softcap}
+        attend = partial(attention.forward, **how, backend=backend)
         if layer.cache is not None:
             names = ("k", "v", "table", "lengths", "new")
             cache = [layer.cache[name] for name in names]
             paged.attend(
-                self.dev, out, qkv, *cache, *heads, mask.window, w.get("sinks"), scale=self.scale,
+                self.dev, out, qkv, *cache, *heads, mask.window, w.get("sinks"), **how,
                 arrived=layer.cache["arrived"], stores=layer.spec.reads is None,
                 scales=layer.cache.get("scales"),
             )  # fmt: skip
@@ -389,8 +391,9 @@ class AttentionHalf:
                 attention.backward(
                     dev, self._by_head(layer, d_qkv), *of_out, lse, by_head,
                     *self.batch.local_heads(layer.spec.sizes["heads"])[:2], self.chunks, mask,
-                    scale=self.scale, backend=self.backends[layer.index][1],
-                    kernel=attention_backward.chosen(dev, by_head, mask),
+                    scale=self.scale, softcap=self.softcap,
+                    backend=self.backends[layer.index][1],
+                    kernel=attention_backward.chosen(dev, by_head, mask, self.softcap),
                 )  # fmt: skip
             d_product, bias = self._backward_positions(temps, ctx, qkv, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(ctx, "qkv", d_x, d_product)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from math import inf
 
 from llmq.base.dtypes import BF16, F32, U8
@@ -75,13 +76,17 @@ CUDNN_BACKWARD = Kernel(
 )
 
 
-def _backends(op: str, qkv: Tensor, backend: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the allowed backends. ValueError for an unknown name, TypeError for a dtype that
-    cuDNN does not take."""
+def _backends(
+    op: str, qkv: Tensor, backend: str | tuple[str, ...], softcap: int
+) -> tuple[str, ...]:
+    """Names of the allowed backends. ValueError for an unknown name, or a cap that cuDNN does not
+    have, TypeError for a dtype that cuDNN does not take."""
     backends = (backend,) if isinstance(backend, str) else backend
     for name in backends:
         if name not in BACKENDS:
             raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {name!r}")
+        if name == "cudnn" and softcap:
+            raise ValueError(f"{op}: the cudnn backend has no softcap, got {softcap}")
         if name == "cudnn" and qkv.dtype != BF16:
             raise TypeError(f"{op}: the cudnn backend needs BF16, got {qkv.dtype.label}")
     return backends
@@ -134,6 +139,7 @@ def forward(
     mask: AttentionMask = ALL,
     *,
     scale: float | None = None,
+    softcap: int = 0,
     backend: str | tuple[str, ...] = "native",
 ) -> None:
     """out = softmax(scale * q k^T, causal) v for each head; lse for the backward.
@@ -141,14 +147,15 @@ def forward(
     qkv: query heads, then key heads, then value heads; query head h uses key/value head h //
     (Hq/Hkv). out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse: natural logarithm of the softmax's denominator.
     mask: the keys that queries see; `starts` needs "native". scale: factor of scores, rounded to
-    F32; None: 1 / sqrt(Hd). backend: "native", cu/attention/attention.cu; "cudnn", the library,
-    BF16 only; several names: Device.choose takes one.
+    F32; None: 1 / sqrt(Hd). softcap: softcap * tanh(score / softcap) stands for each score, with
+    "native"; 0: no cap. backend: "native", cu/attention/attention.cu; "cudnn", the library, BF16
+    only; several names: Device.choose takes one.
 
     Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), less with a mask; one launch; cudnn takes a
              workspace.
     """
     op = "attention.forward"
-    backends = _backends(op, qkv, backend)
+    backends = _backends(op, qkv, backend, softcap)
     batch, seq_len, head_dim = FORWARD.dims(qkv=qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
     out = _heads(op, "out", out, (batch, seq_len, num_heads, head_dim))
     mask = mask.within(op, seq_len, backends)
@@ -171,7 +178,7 @@ def forward(
             (ceil_div(seq_len, tiles.own), num_heads, batch),
             tiles.threads,
             (out, lse, qkv, *sizes),
-            consts=compile_consts(*case),
+            consts=compile_consts(*case, softcap),
             smem=tiles.shared,
             cost=attention_cost(FORWARD, qkv.dtype, flops, seen),
         )
@@ -192,24 +199,26 @@ def backward(
     mask: AttentionMask = ALL,
     *,
     scale: float | None = None,
+    softcap: int = 0,
     backend: str | tuple[str, ...] = "native",
     deterministic: bool = True,
     kernel: Callable[..., None] | None = None,
 ) -> None:
     """Gradient of attention; probabilities are computed again from lse.
 
-    d_qkv: every element is written. d_out, out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse, mask, scale: those
-    of forward. chunks: pieces of the batch, one after another, that share a workspace; with cudnn
-    up to B*Hq, and chunks beyond B cut the heads. backend: as in forward; the backends of both
-    directions may differ. kernel: of attention_backward.chosen(), in the place of "native".
-    deterministic: False lets cudnn add in any order, for less workspace; native always is.
+    d_qkv: every element is written. d_out, out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse, mask, scale,
+    softcap: those of forward. chunks: pieces of the batch, one after another, that share a
+    workspace; with cudnn up to B*Hq, and chunks beyond B cut the heads. backend: as in forward; the
+    backends of both directions may differ. kernel: of attention_backward.chosen(), in the place of
+    "native". deterministic: False lets cudnn add in any order, for less workspace; native always
+    is.
 
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, less with a mask; native spends 7, or 8 where
              Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes, chunks
              beyond B change nothing; cudnn: one or two launches, about 2*B*Hq*T*T/chunks bytes.
     """
     op = "attention.backward"
-    backends = _backends(op, qkv, backend)
+    backends = _backends(op, qkv, backend, softcap)
     # Checks the whole batch; launches check chunks.
     batch, seq_len, head_dim = BACKWARD.dims(
         qkv=qkv, lse=lse, d_qkv=d_qkv, num_heads=num_heads, num_kv_heads=num_kv_heads
@@ -231,7 +240,8 @@ def backward(
     def native() -> None:
         at_once = _native_batch(lse, qkv, step, parts) if "cudnn" in backends else step
         for part, seen in _batches(tensors, mask, at_once):
-            (kernel or _backward_native)(dev, part, num_heads, num_kv_heads, seen, scale)
+            ours = kernel or partial(_backward_native, softcap=softcap)
+            ours(dev, part, num_heads, num_kv_heads, seen, scale)
 
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, mask)
 
@@ -262,12 +272,13 @@ def _backward_native(
     num_kv_heads: int,
     mask: AttentionMask,
     scale: float,
+    softcap: int,
 ) -> None:
     """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
     case = (qkv.dtype, head_dim, mask.masked, dev.spec.small_shared)
-    tiles, consts = backward_tiles(*case), compile_consts(*case)
+    tiles, consts = backward_tiles(*case), compile_consts(*case, softcap)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
     starts, window = mask.args(seq_len)
     flops = (7 + tiles.split_keys) * batch * num_heads * mask.pairs(seq_len) * head_dim

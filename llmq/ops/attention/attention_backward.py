@@ -44,13 +44,16 @@ GRADIENT = Kernel(
 )
 
 
-def chosen(dev: Device, qkv: Tensor, mask: AttentionMask) -> Callable[..., None] | None:
-    """backward() where it supports device, dtype, sizes and mask; else None. qkv: (B,T,Hq+2*Hkv,Hd)
-    of the whole micro-batch, so that chunks do not change the order of a sequence's sums."""
+def chosen(
+    dev: Device, qkv: Tensor, mask: AttentionMask, softcap: int = 0
+) -> Callable[..., None] | None:
+    """backward() where it supports device, dtype, sizes and mask, without a cap; else None. qkv:
+    (B,T,Hq+2*Hkv,Hd) of the whole micro-batch, so that chunks do not change the order of a
+    sequence's sums."""
     batch, seq_len, _, head_dim = qkv.shape
     sees_all = mask.starts is None and sees_all_before(mask.window, seq_len)
     fits = qkv.dtype == BF16 and is_supported(dev.spec.capability, seq_len, head_dim)
-    return partial(backward, micro_batch=batch) if fits and sees_all else None
+    return partial(backward, micro_batch=batch) if fits and sees_all and not softcap else None
 
 
 def is_supported(capability: int, seq_len: int, head_dim: int) -> bool:

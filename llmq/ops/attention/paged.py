@@ -150,6 +150,7 @@ def attend(
     sinks: Tensor | None = None,
     *,
     scale: float | None = None,
+    softcap: int = 0,
     arrived: Tensor | None = None,
     stores: bool = True,
     scales: Tensor | None = None,
@@ -160,9 +161,9 @@ def attend(
     out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on; without v_cache (S, n, Hq, Vd),
     as values are the first Vd channels of keys. window: positions that a token sees, its own
     included; None: all. sinks: (Hq,), of each head a score of nothing. scale: factor of scores,
-    rounded to F32; None: 1 / sqrt(Hd). arrived: I32 zeros, at least `arrivals` of them, with which
-    a GPU has one launch for few tokens; they stay zeros. stores: False where the cache has the new
-    tokens already. The rest as `store`.
+    rounded to F32; None: 1 / sqrt(Hd). softcap: of scores, see attention.forward; not with sinks.
+    arrived: I32 zeros, at least `arrivals` of them, with which a GPU has one launch for few tokens;
+    they stay zeros. stores: False where the cache has the new tokens already. The rest as `store`.
 
     On a GPU a token's bits depend on its sequence alone, not on n: sums of SPLIT keys are added
     one after the other. Raises ValueError for a window below 1 and a scale that is not positive.
@@ -182,6 +183,7 @@ def attend(
         raise ValueError(f"paged.attend: Hd must be at most {MAX_HEAD_DIM}, got {head_dim}")
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
+    consts |= {"SOFTCAP": softcap} if softcap else {}
     consts |= {"BLOCK_SIZE": block_size, "VALUE_DIM": out.shape[3], "LATENT": int(latent)}
     if n <= FEW and on_gpu and arrived is not None:
         _decode(dev, out, arrived, read, consts, (*numbers, int(stores), scales))

@@ -84,9 +84,18 @@ def _mask(scores: np.ndarray, rows: int, window: int) -> None:
         blocks[..., :past] += np.tril(np.full((rows, past), -np.inf, scores.dtype), past - rows)
 
 
+def soft_capped(scores: np.ndarray, softcap: int | None) -> np.ndarray:
+    """softcap * tanh(scores / softcap); None or 0: scores as they are."""
+    if not softcap:
+        return scores
+    cap = scores.dtype.type(softcap)
+    return cap * np.tanh(scores / cap)
+
+
 def attention_forward(
-    out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale, workspace=None
-):
+    out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale, workspace=None, *,
+    softcap=None,
+):  # fmt: skip
     """out = softmax(scale * q k^T, causal) v, lse = log of the softmax's denominator. out: (B, T,
     Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd); starts: I32 (B,
     T), first position of each token's document, or None; window: keys that a query sees, its own
@@ -99,7 +108,7 @@ def attention_forward(
         for start, end, first in _blocks(x.shape[1], window):
             queries = _stack(q[:, start:end], num_kv_heads, 0)[..., :-1]
             queries *= scale
-            scores = queries @ keys[..., first:end]
+            scores = soft_capped(queries @ keys[..., first:end], softcap)
             _mask(scores, end - start, window)
             row_max = scores.max(axis=-1, keepdims=True)
             scores -= row_max
@@ -123,8 +132,9 @@ def attention_delta(delta, d_out, out, seq_len, num_heads):
 
 
 def attention_backward_tiles(
-    d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale
-):
+    d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale, *,
+    softcap=None,
+):  # fmt: skip
     """The whole gradient d_qkv, probabilities recomputed from lse; arguments as in the forward."""
     for batch, part in _parts(qkv, num_heads, starts):
         x, d_o, d_x = compute(qkv[batch, part]), compute(d_out[batch, part]), d_qkv[batch, part]
@@ -138,11 +148,17 @@ def attention_backward_tiles(
             row_delta = delta[batch, :, rows].reshape(grouped)
             queries = _stack(q[:, start:end] * scale, num_kv_heads, -row_lse)
             d_outs = _stack(d_o[:, start:end], num_kv_heads, -row_delta)
-            probs = queries @ keys[:, :, seen].swapaxes(2, 3)
+            probs, slope = queries @ keys[:, :, seen].swapaxes(2, 3), None
+            if softcap:
+                capped = soft_capped(probs - queries[..., -1:], softcap)
+                slope = 1 - np.square(capped / probs.dtype.type(softcap))
+                probs = capped + queries[..., -1:]
             _mask(probs, end - start, window)
             np.exp(probs, out=probs)
             d_values[:, :, seen] += probs.swapaxes(2, 3) @ d_outs[..., :-1]
             probs *= d_outs @ values[:, :, seen].swapaxes(2, 3)  # now the gradient of the scores
+            if slope is not None:
+                probs *= slope
             d_keys[:, :, seen] += probs.swapaxes(2, 3) @ queries[..., :-1]
             d_queries = probs @ keys[:, :, seen, :-1]
             d_queries *= scale

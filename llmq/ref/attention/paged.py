@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmq.ref.attention.attention import soft_capped
 from llmq.ref.common import compute, decode_fp8, encode_fp8
 
 # S, n, Hq, Hkv, Hd, positions of a block, blocks of a sequence; of "qwen" cases for benchmarks.
@@ -111,8 +112,9 @@ class _Piece(NamedTuple):
 
 
 def _pieces(
-    qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window, scale
-) -> Iterator[_Piece]:
+    qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window, scale,
+    softcap,
+) -> Iterator[_Piece]:  # fmt: skip
     """All queries that are there, sequence by sequence."""
     head_dim, group = qkv.shape[3], num_heads // num_kv_heads
     for s in np.flatnonzero(new):
@@ -132,7 +134,7 @@ def _pieces(
             queries = compute(qkv[s, first:end, :num_heads])
             queries = queries.reshape(end - first, num_kv_heads, group, head_dim)
             queries = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            scores = (queries * scale) @ np.ascontiguousarray(keys)
+            scores = soft_capped((queries * scale) @ np.ascontiguousarray(keys), softcap)
             at = start * block_size + np.arange(keys.shape[2])
             hidden = (at > positions[:, None]) | (at <= positions[:, None] - window)
             by_head = scores.reshape(num_kv_heads, group, end - first, -1)
@@ -150,7 +152,7 @@ def _softmax(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def paged_attend(
     out, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks, block_size, num_heads,
-    num_kv_heads, window, scale, sinks=None, scales=None,
+    num_kv_heads, window, scale, sinks=None, scales=None, *, softcap=None,
 ):  # fmt: skip
     """out (S, n, Hq, Hd) = attention of query i of sequence s, at position lengths[s] + i, to the
     `window` keys of the cache up to that position; 0 from query new[s] on. qkv: (S, n, Hq + 2 Hkv,
@@ -159,10 +161,11 @@ def paged_attend(
     channels of keys. The rest as in paged_store."""
     out[...] = 0
     cache = (*_rows(k_cache, v_cache, scales, out.shape[-1]), table, lengths, new)
+    sizes = (block_size, num_heads, num_kv_heads, window, scale)
     if n == 1:
-        _attend_tokens(out, qkv, *cache, block_size, num_heads, num_kv_heads, window, scale, sinks)
+        _attend_tokens(out, qkv, *cache, *sizes, sinks, softcap)
         return
-    for piece in _pieces(qkv, *cache, block_size, num_heads, num_kv_heads, window, scale):
+    for piece in _pieces(qkv, *cache, *sizes, softcap):
         top, product = _softmax(piece.scores, piece.values)
         top, product = piece.by_query(top), piece.by_query(product)
         total = product[..., -1:]
@@ -173,7 +176,7 @@ def paged_attend(
 
 def _attend_tokens(
     out, qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window,
-    scale, sinks,
+    scale, sinks, softcap,
 ):  # fmt: skip
     """paged_attend of one query for each sequence, all at once whose keys lie in as many blocks, up
     to multiples of BLOCKS: NumPy computes each by itself, so that no bit depends on the others."""
@@ -192,7 +195,7 @@ def _attend_tokens(
         values = v_cache.of(blocks).reshape((*shape[:3], v_cache.cache.shape[3]))
         values[hidden] = 0
         queries = compute(qkv[s, 0, :num_heads]).reshape(len(s), num_kv_heads, -1, head_dim)
-        scores = (queries * scale) @ np.ascontiguousarray(keys)
+        scores = soft_capped((queries * scale) @ np.ascontiguousarray(keys), softcap)
         scores[np.broadcast_to(hidden[:, None, None], scores.shape)] = -np.inf
         top = scores.max(axis=-1, keepdims=True)
         scores -= top
@@ -207,10 +210,11 @@ def _attend_tokens(
 def paged_decode(
     out, partial, stats, arrived, qkv, k_cache, v_cache, table, lengths, new, n, max_blocks,
     block_size, num_heads, num_kv_heads, splits, window, scale, sinks=None, stores=1, scales=None,
+    *, softcap=None,
 ):  # fmt: skip
     """paged_store, unless stores is 0, and paged_attend. partial, stats, arrived: the kernel's."""
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     if stores:
         paged_store(k_cache, v_cache, qkv, table, lengths, new, *sizes, scales)
     cache = (k_cache, v_cache, table, lengths, new)
-    paged_attend(out, qkv, *cache, *sizes, window, scale, sinks, scales)
+    paged_attend(out, qkv, *cache, *sizes, window, scale, sinks, scales, softcap=softcap)

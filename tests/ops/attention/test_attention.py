@@ -79,7 +79,8 @@ def _backward(
 ):
     """of_forward: its out and lse; None: the reference's."""
     sizes = (qkv, heads, kv_heads, starts, window)
-    out, lse = of_forward or _forward(host_device(), *sizes, scale=scale)
+    softcap = options.get("softcap", 0)
+    out, lse = of_forward or _forward(host_device(), *sizes, scale=scale, softcap=softcap)
     arrays = {
         "d_qkv": np.full(qkv.shape, np.nan, qkv.dtype),
         **{"d_out": d_out, "out": out, "lse": lse, "qkv": qkv, "starts": starts},
@@ -118,6 +119,25 @@ def test_backward(dev, rng, case, dtype):
     first_k, first_v = case[2], case[2] + case[3]
     for heads in (slice(first_k), slice(first_k, first_v), slice(first_v, None)):
         _compare(got[:, :, heads], want[:, :, heads], dtype, floor)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_soft_cap(dev, rng, dtype, window):
+    """Scores, most of which the cap bends, and their gradients."""
+    sizes, how = (4, 2, None, window), {"scale": 0.5, "softcap": 2}
+    qkv, d_out = _arrays(rng, (2, 70, *sizes[:2], 64), dtype)
+    out, lse = _forward(dev, qkv, *sizes, **how)
+    want_out, want_lse = _forward(host_device(), qkv, *sizes, **how)
+    _compare(out, want_out, dtype)
+    np.testing.assert_allclose(lse, want_lse, rtol=4e-6, atol=4e-6)
+    assert np.abs(out - _forward(dev, qkv, *sizes, scale=0.5)[0].astype(np.float64)).max() > 0.1
+    got = _backward(dev, qkv, d_out, *sizes, **how)
+    want = _backward(host_device(), qkv, d_out, *sizes, **how)
+    for heads in (slice(4), slice(4, 6), slice(6, None)):
+        _compare(got[:, :, heads], want[:, :, heads], dtype)
+    with pytest.raises(ValueError, match="the cudnn backend has no softcap, got 2"):
+        _forward(dev, qkv, *sizes, **how, backend="cudnn")
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

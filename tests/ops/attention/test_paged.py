@@ -17,14 +17,14 @@ from tests.ref.attention.test_paged import SMALL, inputs, lengths_of
 TOLERANCE = {F32: {"rtol": 2e-5, "atol": 2e-5}, BF16: {"rtol": 2**-6, "atol": 2**-7}}
 
 
-def attend(dev, arrays, heads, dtype, window=None, sinks=None):
+def attend(dev, arrays, heads, dtype, window=None, sinks=None, **more):
     """The caches and out of a pass."""
     S, n, _, Hd = arrays["qkv"].shape
     out = np.full((S, n, heads[0] * Hd), np.nan, dtype.numpy)
 
     def call(dev, out, sinks, arrived, scales=None, **tensors):
         how = {"arrived": arrived, "scales": scales}
-        paged.attend(dev, out, *tensors.values(), *heads, window, sinks, **how)
+        paged.attend(dev, out, *tensors.values(), *heads, window, sinks, **how, **more)
 
     arrived = np.zeros(paged.arrivals(S, heads[0]), np.int32)
     got = run(dev, call, {"out": out, "sinks": sinks, "arrived": arrived} | arrays)
@@ -46,6 +46,20 @@ def test_equals_reference(dev, rng, case, dtype, how):
         assert got[name].tobytes() == want[name].tobytes()
     found, expected = (x["out"].astype(np.float32) for x in (got, want))
     np.testing.assert_allclose(found, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["two_tokens", "piece"])
+def test_a_soft_cap(dev, rng, name, dtype):
+    case = SMALL[name]
+    arrays, _ = inputs(rng, case, *lengths_of(rng, case), dtype.numpy)
+
+    def out(device, **more):
+        return attend(device, arrays, case[2:4], dtype, scale=1.0, **more)["out"].astype(np.float32)
+
+    got, want, plain = out(dev, softcap=2), out(host_device(), softcap=2), out(dev)
+    np.testing.assert_allclose(got, want, **TOLERANCE[dtype])
+    assert np.abs(got - plain).max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
