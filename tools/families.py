@@ -1,8 +1,9 @@
 """The share of the 40 most trained families of decoders that llmq trains as transformers does.
 
-For each family a tiny random model of transformers goes the whole way in F32 on the CPU: its
-config.json is read, a step has transformers' loss (1e-5) and gradients (1e-4), the export loads
-again. The families are those of commits and notebooks of six trainers in 2026.
+For each family a tiny random model of transformers goes the whole way in F32 on the CPU, by the
+tests of tests/arch/test_families.py: a step has transformers' loss (1e-5) and gradients (1e-4),
+packed documents have those of each alone, greedy text is the same, and the export loads again as
+the same model. The families are those of commits and notebooks of six trainers in 2026.
 
     python tools/families.py --out benchmarks/cpu/2026-11-30/families.md
 """
@@ -17,23 +18,33 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
 from llmq import __version__
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
-from tests.arch.test_families import FAMILIES
-from tests.models import CONFIGS, random_batch, randomized, step_as_torch, trainer_for
+from tests.arch import test_families as checks
+from tests.models import CONFIGS, randomized
 
-KNOWN: dict[str, Callable[[], Any]] = CONFIGS | FAMILIES
+KNOWN: dict[str, Callable[[], Any]] = CONFIGS | checks.FAMILIES
 NAMES = (
     "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_5 qwen3_5_moe qwen3_next llama llama4 mistral ministral "
     "ministral3 mixtral gemma gemma2 gemma3 gemma3n gemma4 gpt_oss glm4 glm4_moe glm4_moe_lite "
     "deepseek_v3 minimax_m2 phi3 nemotron_h lfm2 kimi_linear falcon_h1 olmo2 olmo3 olmoe granite "
     "granitemoehybrid smollm3 seed_oss ernie4_5 exaone4 gpt2 starcoder2"
 ).split()
+PARITY = "parity"
+CHECKS: dict[str, Callable[[tuple[Any, Path], Path], None]] = {
+    "loss and gradients": lambda model, _: (
+        checks.test_loss_and_every_gradient_are_those_of_transformers(model)
+    ),
+    "packed documents": lambda model, _: checks.test_documents_of_a_sequence_do_not_see_each_other(
+        model
+    ),
+    "text": lambda model, _: checks.test_text_goes_on_as_transformers_generates(model),
+    "export": checks.test_its_export_is_the_model_for_transformers,
+}
 
 
 def result(name: str) -> str:
@@ -42,19 +53,18 @@ def result(name: str) -> str:
         return refusal(name)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(KNOWN[name]()).float().eval()
+    differs = []
     with tempfile.TemporaryDirectory() as folder:
-        randomized(model).save_pretrained(folder)
         path = Path(folder)
-        try:
-            with trainer_for(path) as trainer:
-                step_as_torch(trainer, [random_batch(np.random.default_rng(0))], model)
-                trainer.export(path / "out")
-            transformers.AutoModelForCausalLM.from_pretrained(path / "out")
-        except LlmqError as error:
-            return f"refused: {error}"
-        except AssertionError as error:
-            return f"differs: {str(error).strip().splitlines()[0]}"
-    return "parity"
+        randomized(model).save_pretrained(path / "model")
+        for what, check in CHECKS.items():
+            try:
+                check((model, path / "model"), path)
+            except LlmqError as error:
+                return f"refused: {error}"
+            except AssertionError:
+                differs.append(what)
+    return f"differs: {', '.join(differs)}" if differs else PARITY
 
 
 def refusal(name: str) -> str:
@@ -72,19 +82,25 @@ def refusal(name: str) -> str:
     return "accepted, and not tested"
 
 
+def table(found: dict[str, str]) -> str:
+    rows = "".join(f"| {name} | {each} |\n" for name, each in found.items())
+    return f"| family | result |\n| --- | --- |\n{rows}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="Markdown to write")
     out = parser.parse_args().out
     found = {name: result(name) for name in NAMES}
-    passed = sum(each == "parity" for each in found.values())
-    version = f"{transformers.__version__}\n(llmq {__version__}, {platform.machine()}, F32)"
-    head = (
-        f"# Families at parity\n\n{passed} of {len(found)} families have the loss and gradients "
-        f"of transformers {version},\nwhich loads their exports. {date.today()}, made by\n"
-        f"`python {shlex.join(sys.argv)}`.\n\n| family | result |\n| --- | --- |\n"
+    others = {name: result(name) for name in sorted(KNOWN.keys() - {*NAMES})}
+    passed, more = (sum(each == PARITY for each in x.values()) for x in (found, others))
+    made = f"{date.today()}, made by\n`python {shlex.join(sys.argv)}`"
+    text = (
+        f"# Families at parity\n\n{passed} of {len(found)} families do as in transformers "
+        f"{transformers.__version__}\n(llmq {__version__}, {platform.machine()}, F32): "
+        f"{', '.join(CHECKS)}.\n{made}.\n\n{table(found)}\n## Variants\n\n"
+        f"{more} of {len(others)} other forms and relatives of these do so, too.\n\n{table(others)}"
     )
-    text = head + "".join(f"| {name} | {each} |\n" for name, each in found.items())
     print(text)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
