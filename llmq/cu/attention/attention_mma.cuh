@@ -379,7 +379,6 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         multiply_rows<M, N>(p, a_tile + left, x + score_column + right_rows_offset(lane));
         add_parts<0, THREADS>(p);
         if (SOFTCAP) { cap(p, scale); }
-        float slope[M][N][4];  // of the soft cap
         if (MASKED && bad) { add_spoiled<M, N>(p, spoiled, lane); }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -389,7 +388,6 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? l.y : l.x) * LOG2E : row_lse[m][e >> 1];
-                    if (SOFTCAP) { slope[m][n][e] = slope_of(p[m][n][e] * scale); }
                     p[m][n][e] = exp2_approx(fmaf(p[m][n][e], scale_log2, -shift));
                 }
             }
@@ -407,13 +405,19 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float2 d = OWN_KEYS ? step_delta[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);
+            const float2 l = OWN_KEYS ? step_lse[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? d.y : d.x) : row_delta[m][e >> 1];
                     d_s[m][n][e] = p[m][n][e] * (d_s[m][n][e] - shift);
-                    if (SOFTCAP) { d_s[m][n][e] *= slope[m][n][e]; }
+                    if (SOFTCAP) {  // the capped score again, for which there are no registers
+                        const float own_lse = row_lse[m][e >> 1] * (1.0f / LOG2E);
+                        const float its_lse = OWN_KEYS ? (e & 1 ? l.y : l.x) : own_lse;
+                        const float score = logf(p[m][n][e]) + its_lse;
+                        d_s[m][n][e] *= slope_of(fmaxf(score, -CAP));  // -INFINITY where p is 0
+                    }
                 }
             }
         }

@@ -70,36 +70,44 @@ __device__ __forceinline__ float number_of(u32 key) {
 struct Keys {
     u32 key[PER_LANE];
 
-    // Leaves out the expert of the largest key among [first, stop), of equal ones the lowest.
-    __device__ __forceinline__ u32 take(u32& top, int first, int stop) {
+    // The expert of the largest key among [first, stop) without `other`, of equal ones the lowest.
+    __device__ __forceinline__ u32 best(u32& top, int first, int stop, u32 other) const {
         const int lane = threadIdx.x % 32;
-        u32 best = 0, expert = ~0u;
+        u32 largest = 0, expert = ~0u;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             const int e = lane + 32 * i;
-            if (key[i] > best && first <= e && e < stop) { best = key[i], expert = e; }
+            const bool meant = first <= e && e < stop && e != other;
+            if (meant && key[i] > largest) { largest = key[i], expert = e; }
         }
-        top = __reduce_max_sync(ALL, best);
-        expert = __reduce_min_sync(ALL, best == top ? expert : ~0u);
+        top = __reduce_max_sync(ALL, largest);
+        return __reduce_min_sync(ALL, largest == top ? expert : ~0u);
+    }
+    // Leaves out the best expert of all.
+    __device__ __forceinline__ u32 take() {
+        u32 top;
+        const u32 expert = best(top, 0, 32 * PER_LANE, ~0u);
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            if (expert == lane + 32 * i) { key[i] = 0; }
+            if (expert == threadIdx.x % 32 + 32 * i) { key[i] = 0; }
         }
         return expert;
     }
     // Leaves out the experts of all but the best groups.
     __device__ __forceinline__ void choose_groups(int E) {
         const int lane = threadIdx.x % 32, size = E / GROUPS;
-        Keys left = *this;
         u32 mine = 0, top, groups = 0;  // in lane g the key of group g; a bit for each that is chosen
+#pragma unroll 1
         for (int g = 0; g < GROUPS; ++g) {
             float score = 0.0f;
+            u32 expert = ~0u;
             for (int n = 0; n < (BY_SIGMOID ? 2 : 1); ++n) {
-                left.take(top, g * size, (g + 1) * size);
+                expert = best(top, g * size, (g + 1) * size, expert);
                 score += number_of(top);
             }
             if (lane == g) { mine = key_of(score); }
         }
+#pragma unroll 1
         for (int k = 0; k < ACTIVE_GROUPS; ++k) {
             top = __reduce_max_sync(ALL, mine);
             const u32 group = __reduce_min_sync(ALL, mine == top ? lane : 32);
@@ -226,8 +234,7 @@ route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32*
         if (GROUPS > 1) { keys.choose_groups(E); }
         int mine = 0;
         for (int k = 0; k < top_k; ++k) {
-            u32 top;
-            const int expert = keys.take(top, 0, MOST);
+            const int expert = keys.take();
             if (lane == k) { mine = expert; }
         }
         const Shares shares(x, row, mine, top_k);
