@@ -413,10 +413,11 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
                     const float shift = OWN_KEYS ? (e & 1 ? d.y : d.x) : row_delta[m][e >> 1];
                     d_s[m][n][e] = p[m][n][e] * (d_s[m][n][e] - shift);
                     if (SOFTCAP) {  // the capped score again, for which there are no registers
-                        const float own_lse = row_lse[m][e >> 1] * (1.0f / LOG2E);
-                        const float its_lse = OWN_KEYS ? (e & 1 ? l.y : l.x) : own_lse;
-                        const float score = logf(p[m][n][e]) + its_lse;
-                        d_s[m][n][e] *= slope_of(fmaxf(score, -CAP));  // -INFINITY where p is 0
+                        const float base = OWN_KEYS ? (e & 1 ? l.y : l.x) * LOG2E
+                                                    : row_lse[m][e >> 1];
+                        const float score = (__log2f(p[m][n][e]) + base) * (1.0f / (LOG2E * CAP));
+                        const float share = fmaxf(score, -1.0f);  // -INFINITY where p is 0
+                        d_s[m][n][e] = fmaf(-d_s[m][n][e] * share, share, d_s[m][n][e]);
                     }
                 }
             }

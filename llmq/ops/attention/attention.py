@@ -277,7 +277,8 @@ def _backward_native(
     """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
-    case = (qkv.dtype, head_dim, mask.masked, dev.spec.small_shared)
+    small = dev.spec.small_shared or softcap > 0  # larger tiles leave no registers for the cap
+    case = (qkv.dtype, head_dim, mask.masked, small)
     tiles, consts = backward_tiles(*case), compile_consts(*case, softcap)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
     starts, window = mask.args(seq_len)
