@@ -95,6 +95,14 @@ def _expect_numbers(window: int | None, scale: float | None, head_dim: int) -> t
     return EVERY if window is None else window, scale
 
 
+def _consts(
+    head_dim: int, block_size: int, values: int, *, latent: bool, softcap: int
+) -> dict[str, int]:
+    """Compile-time constants of passes. values: channels of a value. softcap: 0: none."""
+    consts = {"HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "VALUE_DIM": values}
+    return consts | {"LATENT": int(latent)} | ({"SOFTCAP": softcap} if softcap else {})
+
+
 def store(
     dev: Device,
     qkv: Tensor,
@@ -160,21 +168,20 @@ def attend(
 
     out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on; without v_cache (S, n, Hq, Vd),
     as values are the first Vd channels of keys. window: positions that a token sees, its own
-    included; None: all. sinks: (Hq,), of each head a score of nothing. scale: factor of scores,
-    rounded to F32; None: 1 / sqrt(Hd). softcap: of scores, see attention.forward; not with sinks.
-    arrived: I32 zeros, at least `arrivals` of them, with which a GPU has one launch for few tokens;
-    they stay zeros. stores: False where the cache has the new tokens already. The rest as `store`.
+    included; None: all. sinks: (Hq,), of each head a score of nothing. scale, softcap: of scores,
+    see attention.forward. arrived: I32 zeros, at least `arrivals` of them, which stay zeros: a GPU
+    has one launch for few tokens. stores: False where the cache has the new tokens already.
 
     On a GPU a token's bits depend on its sequence alone, not on n: sums of SPLIT keys are added
-    one after the other. Raises ValueError for a window below 1 and a scale that is not positive.
+    one after the other. ValueError for a window below 1, or a scale that is not positive.
 
     Cost:    reads the used part of the cache once for 16 query heads of a key/value head, which is
              not counted; with `arrived` and up to FEW tokens of a sequence one launch and scratch
              of 4 * S * n * Hq * (Vd + 2) bytes for each SPLIT positions of the table, else two.
     """
-    sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(
-        qkv=qkv, k_cache=k_cache, table=table, num_heads=num_heads, num_kv_heads=num_kv_heads
-    )
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    given = {"qkv": qkv, "k_cache": k_cache, "table": table} | heads
+    sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(**given)
     numbers = (*_expect_numbers(window, scale, head_dim), sinks)
     latent, on_gpu = v_cache is None, dev.spec.capability > 0
     if out.shape == (sequences, n, num_heads * head_dim):
@@ -182,9 +189,8 @@ def attend(
     if on_gpu and not latent and head_dim > MAX_HEAD_DIM:
         raise ValueError(f"paged.attend: Hd must be at most {MAX_HEAD_DIM}, got {head_dim}")
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
-    read, consts = (qkv, k_cache, v_cache, table, lengths, new, *sizes), {"HEAD_DIM": head_dim}
-    consts |= {"SOFTCAP": softcap} if softcap else {}
-    consts |= {"BLOCK_SIZE": block_size, "VALUE_DIM": out.shape[3], "LATENT": int(latent)}
+    read = (qkv, k_cache, v_cache, table, lengths, new, *sizes)
+    consts = _consts(head_dim, block_size, out.shape[3], latent=latent, softcap=softcap)
     if n <= FEW and on_gpu and arrived is not None:
         _decode(dev, out, arrived, read, consts, (*numbers, int(stores), scales))
         return

@@ -84,12 +84,9 @@ def _mask(scores: np.ndarray, rows: int, window: int) -> None:
         blocks[..., :past] += np.tril(np.full((rows, past), -np.inf, scores.dtype), past - rows)
 
 
-def soft_capped(scores: np.ndarray, softcap: int | None) -> np.ndarray:
-    """softcap * tanh(scores / softcap); None or 0: scores as they are."""
-    if not softcap:
-        return scores
-    cap = scores.dtype.type(softcap)
-    return cap * np.tanh(scores / cap)
+def _capped(scores: np.ndarray, softcap: int | None) -> np.ndarray:
+    """softcap * tanh(scores / softcap), or scores without a cap."""
+    return softcap * np.tanh(scores / softcap) if softcap else scores
 
 
 def attention_forward(
@@ -108,7 +105,7 @@ def attention_forward(
         for start, end, first in _blocks(x.shape[1], window):
             queries = _stack(q[:, start:end], num_kv_heads, 0)[..., :-1]
             queries *= scale
-            scores = soft_capped(queries @ keys[..., first:end], softcap)
+            scores = _capped(queries @ keys[..., first:end], softcap)
             _mask(scores, end - start, window)
             row_max = scores.max(axis=-1, keepdims=True)
             scores -= row_max
@@ -150,8 +147,8 @@ def attention_backward_tiles(
             d_outs = _stack(d_o[:, start:end], num_kv_heads, -row_delta)
             probs, slope = queries @ keys[:, :, seen].swapaxes(2, 3), None
             if softcap:
-                capped = soft_capped(probs - queries[..., -1:], softcap)
-                slope = 1 - np.square(capped / probs.dtype.type(softcap))
+                capped = _capped(probs - queries[..., -1:], softcap)
+                slope = 1 - np.square(capped / softcap)
                 probs = capped + queries[..., -1:]
             _mask(probs, end - start, window)
             np.exp(probs, out=probs)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.ref.attention.attention import soft_capped
 from llmq.ref.common import compute, decode_fp8, encode_fp8
 
 # S, n, Hq, Hkv, Hd, positions of a block, blocks of a sequence; of "qwen" cases for benchmarks.
@@ -111,6 +110,11 @@ class _Piece(NamedTuple):
         return x.transpose(2, 0, 1, 3).reshape(self.end - self.first, -1, columns)
 
 
+def _capped(scores: np.ndarray, softcap: int | None) -> np.ndarray:
+    """softcap * tanh(scores / softcap), or scores without a cap."""
+    return softcap * np.tanh(scores / softcap) if softcap else scores
+
+
 def _pieces(
     qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window, scale,
     softcap,
@@ -134,7 +138,7 @@ def _pieces(
             queries = compute(qkv[s, first:end, :num_heads])
             queries = queries.reshape(end - first, num_kv_heads, group, head_dim)
             queries = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            scores = soft_capped((queries * scale) @ np.ascontiguousarray(keys), softcap)
+            scores = _capped((queries * scale) @ np.ascontiguousarray(keys), softcap)
             at = start * block_size + np.arange(keys.shape[2])
             hidden = (at > positions[:, None]) | (at <= positions[:, None] - window)
             by_head = scores.reshape(num_kv_heads, group, end - first, -1)
@@ -195,7 +199,7 @@ def _attend_tokens(
         values = v_cache.of(blocks).reshape((*shape[:3], v_cache.cache.shape[3]))
         values[hidden] = 0
         queries = compute(qkv[s, 0, :num_heads]).reshape(len(s), num_kv_heads, -1, head_dim)
-        scores = soft_capped((queries * scale) @ np.ascontiguousarray(keys), softcap)
+        scores = _capped((queries * scale) @ np.ascontiguousarray(keys), softcap)
         scores[np.broadcast_to(hidden[:, None, None], scores.shape)] = -np.inf
         top = scores.max(axis=-1, keepdims=True)
         scores -= top
