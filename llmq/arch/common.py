@@ -35,18 +35,19 @@ QUANTIZATIONS = ("bitnet", "bitsandbytes", "compressed-tensors", "fp8", "modelop
 class GgufKind:
     """An architecture in GGUF files, with what llama.cpp supports.
 
-    name: the architecture's name there. pairs: rows of queries and keys are stored in pairs that
-    RoPE rotates together. windows: sliding windows are supported. heads: a layer's heads together
-    may be wider or narrower than the hidden size. grouped: queries may share keys. renormalize:
-    weights of a token's experts have the sum 1 (see `Experts`). longrope: supported. full_every:
-    all layers but each full_every-th have windows, which files do not store; None: files store the
-    layers. needs: tensors that every file must have. activation: alpha and limit of paired experts.
-    heads_in_turns: value heads of delta nets are stored in turns (`gguf_halves`). routers: files
-    store how routers weigh experts, and the number of first layers without experts. factors: files
-    store those of embeddings, scores, branches and logits. scale: factor of scores, which files do
-    not store; None: 1 / sqrt(channels of a head). softcap: files store that of logits. vocabulary:
-    name of a tokenizer with merges and scores; None: the tokenizer's own kind. nextn: files have
-    heads for multi-token prediction, as further layers.
+    name: the architecture's name in GGUF files. pairs: rows of queries and keys are stored in pairs
+    that RoPE rotates together. windows: sliding windows are supported. heads: a layer's heads
+    together may be wider or narrower than the hidden size. grouped: queries may share keys.
+    renormalize: weights of a token's experts have the sum 1 (see `Experts`). longrope: RoPE scaling
+    "longrope" is supported. full_every: all layers except every full_every-th have windows, and
+    files do not store the layers; None: files store the layers. needs: tensors that every file must
+    have. activation: alpha and limit of paired experts. heads_in_turns: value heads of delta nets
+    are stored in turns (`gguf_halves`). routers: files store how routers weigh experts, and the
+    number of first layers without experts. factors: files store the factors of embeddings, scores,
+    branches and logits. scale: factor of scores, which files do not store; None: 1 / sqrt(channels
+    of a head). softcap: files store the soft cap of logits. vocabulary: name of a tokenizer with
+    merges and scores; None: the tokenizer's own kind. nextn: files have heads for multi-token
+    prediction, as further layers.
     """
 
     name: str
@@ -70,8 +71,8 @@ class GgufKind:
 
 class Architecture:
     """One family of models: the constants of its Hugging Face class, and names of weights. A
-    subclass, in a file of its own, has the differences. An argument `model` is a
-    llmq.arch.model_config.ModelConfig, whose fields `read` gives."""
+    subclass, in a file of its own, declares the differences. An argument `model` is a
+    llmq.arch.model_config.ModelConfig; the method `read` returns its fields."""
 
     name: str
     """Class at Hugging Face: config.json's "architectures"."""
@@ -328,7 +329,8 @@ def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -
 
 
 def size(hf: Mapping[str, Any], name: str) -> int:
-    """hf[name], a positive int; bounded for layers and heads, of which lists are made."""
+    """hf[name], a positive int. Numbers of layers and heads have an upper bound, because lists have
+    one item for each."""
     value = get(hf, name, int)
     largest = 1 << 16 if "layer" in name or "head" in name else 2**31 - 1
     if value > largest:

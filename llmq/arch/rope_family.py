@@ -12,7 +12,7 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 class RopeFamily(Architecture):
-    """Llama and its relatives: RMSNorm, rotary positions, SwiGLU, the same names everywhere."""
+    """Llama and its relatives: RMSNorm, rotary positions, SwiGLU, and Llama's names of weights."""
 
     kv_heads_may_lack = False
     """True: num_key_value_heads is optional, and by default num_attention_heads."""
@@ -23,7 +23,7 @@ class RopeFamily(Architecture):
     sliding_window: int | None = None
     """Default of sliding_window."""
     full_every: int | None = None
-    """Without layer_types, every so-manieth layer has full attention. None: all layers are
+    """Without layer_types, every full_every-th layer has full attention. None: all layers are
     alike."""
     older_windows: str | None = None
     """Name of the field with full_every in files that are older than layer_types."""
@@ -119,7 +119,7 @@ class RopeFamily(Architecture):
         return tuple(kind == WINDOWED for kind in kinds)
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """Positions may be stretched only as transformers does for this architecture."""
+        """RoPE scaling must be of a kind that transformers implements for this architecture."""
         stretched = model.rope_scaling is not None
         if stretched and model.rope_scaling.kind not in self.rope_kinds:
             return super().fixed(model) | {"rope_scaling": None}
@@ -169,9 +169,9 @@ def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
 
 
 def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...], *, partial: bool) -> dict[str, Any]:
-    """Base, scaling and rotated part: of rope_theta and rope_scaling (transformers 4), or of
-    rope_parameters (5). If both are given, rope_scaling wins, as it does in transformers 5.
-    partial: whether only a part of the channels may be rotated."""
+    """Base, scaling and rotated share of RoPE, from rope_theta and rope_scaling (transformers 4),
+    or from rope_parameters (transformers 5). If both are given, rope_scaling wins, as it does in
+    transformers 5. partial: whether only a part of the channels may be rotated."""
     outer = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     inner = get(hf, outer, dict, None) or {}
     rope = {f"{outer}.{name}": value for name, value in inner.items()}

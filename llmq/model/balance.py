@@ -26,7 +26,8 @@ class Balance:
     without either loss. totals: I64 (layers with experts, 2E+4), like the sums of `route`."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions, targets: Tensor):
-        """options: normalized. targets: I32 (B, T), of each micro-batch, with FILLER_TARGET."""
+        """options: normalized. targets: I32 (B, T), the targets of each micro-batch, FILLER_TARGET
+        at filler tokens."""
         self.dev, E = dev, config.experts.count
         self.targets = targets.view(targets.size)
         self._layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
@@ -48,16 +49,16 @@ class Balance:
         return self._sums.rows(index, index + 1).view(self._sums.shape[1])
 
     def finish(self, stats: Tensor, weights: Tensor | None) -> None:
-        """Losses and factors behind the forward pass of a micro-batch. stats: F64, of ROUTER_STATS.
-        weights: F32 (B, T), see `Loss.divisor`."""
+        """Compute losses and factors after the forward pass of a micro-batch. stats: F64, one for
+        each of ROUTER_STATS. weights: F32 (B, T), see `Loss.divisor`."""
         by = None if weights is None else weights.view(weights.size)
         args = (self._factors, stats, self.totals, self._sums, self.targets, by)
         route.balance(self.dev, *args, **self._coefficients)
 
 
 def aux_loss(config: ModelConfig, options: StepOptions) -> float:
-    """Coefficient of the load-balancing loss: the option's, else for new models config.json's, and
-    0 for pretrained ones, as in transformers."""
+    """Coefficient of the load-balancing loss: the option's value, if given; else config.json's
+    value for new models, and 0 for pretrained models, as in transformers."""
     if options.optim.router_aux_loss is None:
         is_new = options.model.from_scratch and options.optim.pairs is None
         return config.experts.aux_loss if is_new else 0.0

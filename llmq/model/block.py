@@ -42,10 +42,11 @@ from llmq.options.adapters import needed_inputs
 
 class LayerStreams(NamedTuple):
     """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py. before,
-    after: the residual stream in front of the layer and behind it. between: in front of each half
-    but the first; None: a tensor of the layer's own. branches: where each half's output goes, of
-    all layers; None where a half adds to the stream itself. branch_before: what the layer in front
-    has put out; None likewise."""
+    after: the residual stream in front of the layer and behind it. between: the stream in front of
+    each half but the first; None: the layer allocates a tensor of its own. branches: the output of
+    each half, in memory that all layers share; None if the half adds to the stream itself.
+    branch_before: the last half's output in the preceding layer; None if that half adds to the
+    stream itself."""
 
     before: Tensor
     after: Tensor
@@ -55,8 +56,8 @@ class LayerStreams(NamedTuple):
 
 
 class Layer:
-    """One block. streams: (rows, C) each, residual stream in front of each half. branch: (rows, C),
-    output of the last half; None if the half adds to the stream. multiplied_again: keys of the
+    """One block. streams: the residual stream in front of each half, (rows, C) each. branch: (rows,
+    C), output of the last half; None if the half adds to the stream. multiplied_again: keys of the
     matrices whose products backward computes again."""
 
     def __init__(
@@ -68,7 +69,8 @@ class Layer:
         halves: Sequence[Half],
         cache: CacheOfPass | None,
     ):
-        """halves: the objects that compute this layer. cache: as in Model."""
+        """halves: the objects that compute this layer. cache: keys and values of generation, as in
+        Model."""
         dev, config = shared.dev, shared.config
         self.index, self.recompute = index, recompute
         rows, C = stream.before.shape
@@ -110,8 +112,9 @@ class Layer:
 
 class WantedGradients(NamedTuple):
     """Gradients of a half that backward must compute, because a trained parameter lies in front of
-    them. input: of the half's input. inside: of the input of the half's last product. output: of
-    the half's output. A gradient needs all that follow in the block."""
+    them. input: the gradient of the half's input. inside: the gradient of the input of the half's
+    last product. output: the gradient of the half's output. A gradient needs all gradients behind
+    it in the block."""
 
     input: bool
     inside: bool
@@ -141,8 +144,8 @@ class Blocks:
     def __init__(
         self, shared: ModelContext, residuals: Residuals, cache: CacheOfPass | None, *, trains: bool
     ):
-        """Allocate every activation of a micro-step. cache: as in Model. trains: True if backward
-        passes follow."""
+        """Allocate every activation of a micro-step. cache: keys and values of generation, as in
+        Model. trains: True if backward passes follow."""
         dev, config, options, operands, self.linear, self.norms, *_ = shared
         shape, dtype = operands.shape, operands.dtype
         specs = [config.halves(layer) for layer in range(config.num_layers)]
@@ -214,10 +217,11 @@ class Blocks:
         *,
         wanted: bool,
     ) -> None:
-        """d_residual (rows, C): gradient of the block's output, overwritten with that of its input.
-        d_x (rows, C): scratch for the gradient of a half's input; with post_norm, on entry, the
-        gradient of the last half's output. wanted: False leaves d_residual and d_x undefined.
-        Tensors that were not kept are computed again first, with forward's scales."""
+        """d_residual (rows, C): gradient of the block's output, overwritten with the gradient of
+        the block's input. d_x (rows, C): scratch for the gradient of a half's input; with
+        post_norm, on entry, the gradient of the last half's output. wanted: False leaves d_residual
+        and d_x undefined. Backward first recomputes tensors that forward did not keep, with
+        forward's scales."""
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         specs = tuple(half.spec for half in layer.halves)
         reach = WantedGradients.of(specs, g, block_in=wanted)

@@ -1,8 +1,8 @@
 """Cards: data sheets of GPUs, and the share of each peak that a training step reaches.
 
-Data sheets are NVIDIA's; llm.q collected the peaks. The shares of products were measured on two
-cards, and follow from llm.q's published speeds for other cards. Measurements of this machine, a
-report, or a shared rig replace the sheet.
+The peaks come from NVIDIA's data sheets, as collected by the trainer llm.q. The shares that matrix
+products reach were measured on two cards. For other cards the shares follow from llm.q's published
+speeds. Measurements of this machine, a report, or a shared rig replace the sheet.
 """
 
 import difflib
@@ -25,14 +25,14 @@ class Card:
     """One GPU.
 
     name: the driver's name, followed by the memory's size where several cards share a name. memory:
-    GiB, about as CUDA reports. bandwidth: of this memory; bus: to the host in one direction, as
-    copies reach; link: NVLink as collectives reach, 0 without NVLink; all in GB/s. tf32, bf16, fp8:
-    dense peaks with fp32 sums in TFLOP/s; fp8 is 0 if unsupported. power: largest power in W, of
-    which an H100 draws 99 % in training; None for a laptop, whose maker sets it. sustained: shares
-    of the bf16 and fp8 peaks that products reach in a step at the power limit. source: origin of
-    these shares, for users. error: relative error of a predicted speed; None if rates were measured
-    here. measured: rates of `llmq rig`, which replace the sheet. disk: GB/s of reading and writing
-    in --offload-dir.
+    GiB, about as CUDA reports. bandwidth: GB/s of this memory. bus: GB/s of copies to the host, in
+    one direction. link: GB/s of collectives over NVLink, 0 without NVLink. tf32, bf16, fp8: dense
+    peaks with fp32 sums in TFLOP/s; fp8 is 0 if unsupported. power: largest power in W, of which an
+    H100 draws 99 % in training; None for a laptop, whose maker sets it. sustained: shares of the
+    bf16 and fp8 peaks that products reach in a step at the power limit. source: origin of these
+    shares, for users. error: relative error of a predicted speed; None if rates were measured here.
+    measured: rates of `llmq rig`, which replace the sheet. disk: GB/s of reading and writing in
+    --offload-dir.
     """
 
     name: str
@@ -412,8 +412,9 @@ def card_from(path: Path) -> Card:
 
 
 def together(cards: Sequence[Card]) -> Card:
-    """Return what several cards have in common, as one: names and sources of all, the mean of the
-    power, of all else what the weakest has. cards: by rank."""
+    """Return one card that stands for several: the names and sources of all cards, their mean
+    power, the least memory, link, fp8 and capability, and the largest error. All other fields come
+    from the card with the lowest bf16 peak. cards: one for each rank."""
     kinds = [*dict.fromkeys(cards)]
     if len(kinds) == 1:
         return kinds[0]
@@ -432,8 +433,8 @@ def together(cards: Sequence[Card]) -> Card:
 
 
 def cards_here(specs: Sequence[DeviceSpec]) -> tuple[Card, ...]:
-    """Return the cards of GPUs that differ, by rank, with measured rates of one of a kind; () for
-    GPUs that are all alike."""
+    """Return a card for each rank if the GPUs differ, else (). A card has the rates measured on one
+    GPU of its kind."""
     differ = len({spec.name for spec in specs}) > 1
     return tuple(rig_card(card_of(spec), 1) for spec in specs) if differ else ()
 
@@ -447,8 +448,8 @@ def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
 
 def rig_card(card: Card, gpus: int) -> Card:
     """Return the card with rates measured on this machine, else on a shared rig, else unchanged. A
-    damaged or foreign file causes a warning. gpus: the file of the fewest GPUs counts that has at
-    least this number, else the file of the most GPUs."""
+    damaged or foreign file causes a warning. gpus: number of GPUs. The file measured with the
+    fewest GPUs, but at least this number, counts; else the file measured with the most GPUs."""
     own = _files(card, folder(), this_host())
     found = own or _files(card, SHARED, "*")
     if not found:
@@ -458,7 +459,8 @@ def rig_card(card: Card, gpus: int) -> Card:
 
 
 def _files(card: Card, place: Path, host: str) -> dict[int, CardFile]:
-    """The newest file for each number of this card's GPUs. host: of the machine; "*": of any."""
+    """The newest file for each number of this card's GPUs. host: name of the machine; "*": any
+    machine."""
     pattern = path_of(card.driver_name, 0, "HOST").name.replace("_x0_HOST", f"_x*_{host}")
     found: dict[int, CardFile] = {}
     for path in sorted(place.glob(pattern)):

@@ -31,7 +31,8 @@ from llmq.state.placement import mesh_of
 FEW_LAYERS = 2  # at least the number of buffers that layers alternate between
 RECOMPUTE = tuple(f"recompute_{name}" for name in Recompute._fields)
 
-# Options without influence on the update; configurations that differ only in these share its plan.
+# Options without influence on the update. Configurations that differ only in these options share
+# the update's plan.
 WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual", "offload_between"), False)
 WITHOUT_UPDATE |= dict.fromkeys(
     ("batch_size", "grad_accumulation", "lmhead_chunks", "attn_bwd_chunks"), 1
@@ -42,7 +43,7 @@ WITHOUT_UPDATE["seq_len"] = 16  # least length of fp8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Needs of one configuration. device: bytes of device memory of each rank. host: bytes of host
-    memory of all ranks together. tokens: of a step."""
+    memory of all ranks together. tokens: tokens of a step."""
 
     device: int
     host: int
@@ -56,7 +57,7 @@ class Estimate:
 
 
 class Planner:
-    """Plans of one model for one kind of machine, with a cache. gpus: of one machine."""
+    """Plans of one model for one kind of machine, with a cache. gpus: GPUs of one machine."""
 
     def __init__(
         self,
@@ -70,9 +71,9 @@ class Planner:
         gpus: int | None = None,
         cards: tuple[Card, ...] = (),
     ):
-        """world_size: GPUs of all machines in the network. visible_share: as of step_time. gpus: of
-        the planned machine; None if all machines have equal numbers. cards: by rank if these
-        differ, on one machine; (): all are `card`."""
+        """world_size: GPUs of all machines in the network. visible_share: as in step_time. gpus:
+        GPUs of the planned machine; None if all machines have the same number. cards: one for each
+        rank if the GPUs of one machine differ; (): every GPU is `card`."""
         self.cards = cards
         self.network = network
         self.model, self.spec, self.backend = model, spec, backend
@@ -145,7 +146,7 @@ class Planner:
                 step = self._measure(config, (*few, kind)) - small
                 values = values + (number - few.count(kind)) * step
             return values
-        # Layers that recompute, and layers that do not, are each alike.
+        # All recomputing layers are alike, and all other layers are alike.
         everywhere = replace(config, recompute_layers="all")
         swiglu = None if config.recompute_swiglu is None else False  # None: the same in all layers
         without = dict.fromkeys(RECOMPUTE, False) | {"recompute_swiglu": swiglu}
@@ -156,7 +157,8 @@ class Planner:
         return mixed
 
     def _measure(self, config: TrainConfig, layers: tuple[int, ...]) -> np.ndarray:
-        """Values from plans of layers of these kinds: of the micro-steps, and of the update."""
+        """Values as in `_values`, from a plan of the micro-steps and a plan of the update, with
+        layers of these kinds."""
         update = self._part(replace(config, **WITHOUT_UPDATE), layers, "update")
         micro_steps = self._part(config, layers, "micro_steps")
         together = micro_steps + update
@@ -184,7 +186,7 @@ class Planner:
         return self.cards or alike
 
     def _times(self, config: TrainConfig, plan: Plan) -> Iterable[float]:
-        """Numbers from which `_time` follows, and which are sums over layers."""
+        """The argument `times` of `_time`: seconds, each a sum over layers."""
         if cards := self._sharing(config):
             return times_of(plan, cards, self.visible_share).ravel()
         time = step_time(plan, self.card, self.visible_share, self.network)
@@ -196,12 +198,12 @@ class Planner:
         return StepTime(parts=dict(zip(TIMES, times, strict=True)))
 
     def time(self, config: TrainConfig, plan: Plan) -> StepTime:
-        """Return the time of a step. plan: of the config."""
+        """Return the time of a step. plan: the plan of `config`."""
         return self._time(config, [*self._times(config, plan)])
 
     def shares(self, config: TrainConfig, plan: Plan) -> list[int] | None:
-        """Return the micro-batches of a step by rank; None if all ranks do the same. plan: of the
-        config."""
+        """Return each rank's number of micro-batches in a step; None if all ranks have the same.
+        plan: the plan of `config`."""
         cards = self._sharing(config)
         return shares_of(config, times_of(plan, cards, self.visible_share)) if cards else None
 

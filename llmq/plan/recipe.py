@@ -35,16 +35,18 @@ WIDTH = 64  # channels for each block, as in nanochat: the depth sets the size
 START, START_OFF = 14.0, 7.0  # seconds to the first step: 8 (small model) to 21 (large)
 DISK = 1e9  # bytes per second of checkpoints; slow disks take longer
 RIG_ERROR = 0.05  # error of steps predicted by a rig's own rates (docs/planning.md)
-# Error of steps that were tried, and of the start in seconds: clocks fall while a card warms up.
+# After a trial: relative error of a step's time (clocks fall while a card warms up), and error of
+# the start in seconds.
 TRIED_ERROR, TRIED_OFF = 0.02, 3.0
 GUESS = 0.35e12  # first guess: FLOP/s per TFLOP/s of peak
 ROUNDS = 3  # iterations between speed and tokens per step
-# Relative speedup a larger micro-batch must promise to be tried, while sizes are compared and for
-# the best ones. CLOSE: difference of loss that such a speedup can change.
+# A larger micro-batch is tried only if it promises this relative speedup: ROUGH while sizes are
+# compared, THOROUGH for the best sizes. CLOSE: relative difference of losses that such a speedup
+# can change.
 ROUGH, THOROUGH, CLOSE = 0.05, 0.01, 0.003
 VALIDATIONS, VALIDATION_SHARE = 20, 0.02  # most validations, and most share of the time
 VALIDATION_TOKENS = 1 << 19  # tokens of each validation
-FORWARD = 1 / 3  # time of a forward pass over that of a step, per token
+FORWARD = 1 / 3  # time of a forward pass divided by the time of a step, per token
 WARMUP = 0.03  # share of the steps
 CHECKPOINT_MINUTES = 30
 DELAYED = FP8 | {"fp8_recipe": "delayed"}
@@ -96,15 +98,15 @@ def sizes_of(depth: int) -> dict[str, int]:
 
 
 class Tried(NamedTuple):
-    """Measured seconds of a step on this machine, and to the first one."""
+    """Measured seconds of a step on this machine, and seconds from the start to the first step."""
 
     step: float
     start: float
 
 
 class Rates(NamedTuple):
-    """The best rate by `llmq sweep-lr`, with its width and tokens per step. source: for the user.
-    muon_share: Muon's rate over it."""
+    """The best rate by `llmq sweep-lr`, with its width and tokens per step. source: origin of the
+    rate, as the user reads it. muon_share: Muon's rate divided by `rate`."""
 
     rate: float
     width: int
@@ -132,9 +134,9 @@ def read_rates(file: Path) -> Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The request for a recipe. train_tokens, eval_tokens: of the files, None without files. pace:
-    measured over predicted time of a step; None without a trial. start, start_off: seconds to the
-    first step, and their error."""
+    """The request for a recipe. train_tokens, eval_tokens: tokens in the files; train_tokens None
+    without files. pace: measured time of a step divided by its predicted time; None without a
+    trial. start: seconds to the first step. start_off: error of `start` in seconds."""
 
     hours: float
     rates: Rates | None = None
@@ -152,10 +154,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run and its prediction. base: its options before the search for the fastest fit. seconds:
-    by activity. loss: nats per token by the law. step_error: relative error of a step's time;
-    start_off: error of the start in seconds. unique: as of Wanted. notes: reasons of options, by
-    field."""
+    """A run and its prediction. base: the run's options before the search for the fastest fit.
+    seconds: seconds of each activity. loss: nats per token by the law. step_error: relative error
+    of a step's time; start_off: error of the start in seconds. unique: as in Wanted. notes: reasons
+    of options, by field."""
 
     config: TrainConfig
     base: TrainConfig
@@ -285,7 +287,7 @@ class Search:
     def _fastest(
         self, config: TrainConfig, where: PlanTarget, model: ModelConfig, number: int, worth: float
     ) -> Candidate | None:
-        """The fastest division of a rank's `number` sequences. worth: as of Fit.fastest."""
+        """The fastest division of a rank's `number` sequences. worth: as in Fit.fastest."""
         base = replace(config, batch_size=number, grad_accumulation=1)
         key = model, where.backend
         planner = self._planners.setdefault(key, where.planner(model))
@@ -293,7 +295,7 @@ class Search:
 
     def tried_at(self, recipe: Recipe, tried: Tried) -> Recipe:
         """Return the recipe with the number of steps that measured times allow. ConfigError if that
-        is none."""
+        number is 0."""
         self.wanted = replace(
             self.wanted,
             pace=tried.step / recipe.need.time.total,

@@ -153,8 +153,8 @@ class Device(ABC):
         *,
         mesh: Mesh | None = None,
     ):
-        """storages: "stack" and one for each of TIERS. sizes: None: unlimited (plan). mesh: None:
-        the mesh of a single rank."""
+        """storages: "stack" and one for each of TIERS. sizes: bytes of each memory; None:
+        unlimited, for a plan. mesh: None: the mesh of a single rank."""
         self.spec, self.mesh = spec, mesh or Mesh.of()
         capacity = dict.fromkeys((*TIERS, "stack")) if sizes is None else sizes
         self.arenas = {name: Arena(storages[name], capacity[name]) for name in TIERS}
@@ -196,8 +196,8 @@ class Device(ABC):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """Free all memory that `alloc` takes within the block at its end. For work of one shape
-        after another; training steps have all their memory at once."""
+        """Free all memory that `alloc` takes within the block at its end. Work whose shapes change
+        from call to call needs this. A training step takes all memory beforehand."""
         before = {place: arena.used for place, arena in self.arenas.items()}
         constants = len(self.constants)
         try:
@@ -211,8 +211,9 @@ class Device(ABC):
     def reached(
         self, tensor: Tensor, *, reads: bool = True, writes: bool = False
     ) -> Iterator[Tensor]:
-        """Yield memory in which kernels work on a tensor: its own, or a copy. reads, writes: of
-        what the kernels do; the copy goes back if they write."""
+        """Yield memory in which kernels work on a tensor: the tensor's own memory, or a copy.
+        reads, writes: whether the kernels read the content, and whether they write it. The copy
+        goes back into the tensor if kernels write."""
         if tensor.direct:
             yield tensor
             return
@@ -286,9 +287,9 @@ class Device(ABC):
     @abstractmethod
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Enqueue fn(xp, *arrays) on the current stream, which writes in place: xp is NumPy on the
-        CPU and CuPy on a GPU, arrays are its views of the tensors, of BF16 the bits as uint16. The
-        arrays that fn makes are outside of the arenas. Neither values nor the host may decide about
-        what fn computes: a graph replays it."""
+        CPU and CuPy on a GPU, arrays are xp's views of the tensors, with BF16 numbers as uint16
+        bits. The arrays that fn makes are outside of the arenas. Neither values nor the host may
+        decide about the computation: a graph replays the launches of fn."""
 
     @abstractmethod
     def upload(self, dst: Tensor, array: np.ndarray) -> None:

@@ -1,5 +1,5 @@
-"""Turns of a conversation with an environment: what a chat template writes behind a reply, and
-calls of tools in a reply, which have the form in which the template writes calls."""
+"""Turns of a conversation with an environment: the text that a chat template writes behind a reply,
+and the tool calls in a reply, in the form in which the template writes tool calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _PROBE, _ASKED = "probe-of-a-reply", {"role": "user", "content": "?"}
 
 
 def behind_reply(template: ChatTemplate, messages: Sequence[Message], end: str) -> str:
-    """The text between the last reply of the model and its next one.
+    """The text between the model's last reply and the model's next reply.
 
-    messages: of the whole conversation, with at least one behind the last reply. end: of the reply,
-    which is not written again. DataError if the template shows no replies.
+    messages: the whole conversation; at least one message follows the last reply. end: text that
+    ends the reply, such as an end-of-turn token; the result does not repeat this text. DataError if
+    the template shows no replies.
     """
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     probed = [*messages[:last], {"role": "assistant", "content": _PROBE}, *messages[last + 1 :]]
@@ -34,8 +35,8 @@ class CallForm(NamedTuple):
     opening: str
 
     def calls(self, reply: str) -> list[dict[str, Any]]:
-        """The calls in a reply, {"name": text, "arguments": object}; what is no such JSON is left
-        out."""
+        """The calls in a reply, {"name": text, "arguments": object}. Other text and other JSON are
+        skipped."""
         found, decoder = [], json.JSONDecoder()
         if not self.opening and not reply.lstrip().startswith("{"):
             return found
@@ -53,8 +54,8 @@ class CallForm(NamedTuple):
 
 
 def call_form(template: ChatTemplate) -> CallForm:
-    """The form of a template's calls of tools. DataError if it writes none as JSON objects with a
-    name."""
+    """The form of a template's calls of tools. DataError if the template does not write calls as
+    JSON objects with a name."""
     function = {"name": _PROBE, "arguments": {"a": 1}}
     call = as_tool_call(function) | {"id": "123456789"}
     calling = {"role": "assistant", "content": "", TOOL_CALLS: [call]}

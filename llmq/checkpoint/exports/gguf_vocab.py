@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file: tokens and their types, merges or scores, special ids, template.
 
-Byte-level BPE has merges, and a name for the way in which texts are cut into words. BPE over
+Byte-level BPE has merges, and the name of a pre-tokenizer, which cuts texts into words. BPE over
 characters, as SentencePiece makes it, has tokens for single bytes, and joins the neighbours whose
-token has the highest score. Both are computed from tokenizer.json.
+token has the highest score. llmq computes merges, scores and the name from tokenizer.json.
 """
 
 import json
@@ -37,8 +37,8 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
 
 
 def _cased(short: str, digits: str) -> str:
-    """The expression that begins a new word at upper-case letters. short, digits: expressions of
-    endings such as 's, and of the number of digits."""
+    """The expression that begins a new word at upper-case letters. short: expression of endings
+    such as 's. digits: repetition that bounds the digits of a word."""
     words = rf"{_BEFORE}{_UPPER}*{_LOWER}+{short}|{_BEFORE}{_UPPER}+{_LOWER}*{short}"
     return rf"{words}|\p{{N}}{digits}{_REST}{_BLANKS}"
 
@@ -71,7 +71,7 @@ def add_vocabulary(
     gguf: Any, writer: Any, model: ModelConfig, tokenizer: Tokenizer | Path | None
 ) -> None:
     """Add the tokenizer of a model to a GGUFWriter. gguf: the library's module. LlmqError for a
-    tokenizer that is not BPE, or that llama.cpp has no name for."""
+    tokenizer that is not BPE, and for one without a name in llama.cpp."""
     if tokenizer is None:
         writer.add_tokenizer_model("none")
         return
@@ -152,7 +152,7 @@ def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _words(content: dict[str, Any]) -> str:
-    """llama.cpp's name for the way in which the tokenizer cuts texts into words. LlmqError if
+    """llama.cpp's name for the tokenizer's pre-tokenizer, which cuts texts into words. LlmqError if
     unknown."""
     expressions = []
     for step in _steps(content["pre_tokenizer"]):

@@ -10,8 +10,8 @@
 
 namespace mma {
 
-// scores = value for keys after their query and, with PAST, for those before the first one that it
-// sees. own, step: row numbers of the tile's corner.
+// scores = value for keys after their query and, with PAST, for keys before the first key that the
+// query sees. own, step: row numbers of the tile's corner.
 template <bool OWN_KEYS, bool PAST, int M, int N>
 __device__ __forceinline__ void mask(float (&scores)[M][N][4], int own, int step, int lane,
                                      float value, const Sight& sight) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void mask(float (&scores)[M][N][4], int own, int step
     }
 }
 
-// x = 0 where p is.
+// x = 0 where p = 0.
 template <int M, int N>
 __device__ __forceinline__ void clear_with(float (&x)[M][N][4], const float (&p)[M][N][4]) {
 #pragma unroll
@@ -69,10 +69,10 @@ __device__ __forceinline__ bool not_finite(float (&spoiled)[ROWS], char* tile) {
     return any;
 }
 
-// In tiles where some queries do not see some keys, zero times NaN would carry a value from one to
-// the other: elements that are not finite become zeros in the step's tile, and NaN in `spoiled`,
-// which is added to the scores of queries that see the row. Returns true, for all threads, if there
-// is such a row; `spoiled` is valid only then. There are barriers inside.
+// In tiles where some queries do not see some keys, zero times NaN would carry a hidden value into
+// a sum. Elements that are not finite become zeros in the step's tile, and their rows NaN in
+// `spoiled`. The kernel adds `spoiled` to the scores of queries that see the row. Returns true, for
+// all threads, if there is such a row; `spoiled` is valid only then. There are barriers inside.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ bool spoil(float (&spoiled)[ROWS], char* tile) {
     if (!__syncthreads_or(not_finite<false, ROWS, THREADS>(spoiled, tile))) { return false; }
@@ -81,7 +81,7 @@ __device__ __forceinline__ bool spoil(float (&spoiled)[ROWS], char* tile) {
     return true;
 }
 
-// Add `spoiled` of the step's rows to the scores, but to those that are -inf.
+// Add `spoiled` of the step's rows to all scores except -inf.
 template <int M, int N>
 __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const float (&spoiled)[8 * N],
                                             int lane) {
@@ -181,8 +181,8 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
 #pragma unroll
     for (int m = 0; m < M; ++m) { row_max[m][0] = row_max[m][1] = -INFINITY; }
 
-    // All queries of the warp see the keys from warp_all to their own, some see those from
-    // warp_first on; likewise of the block.
+    // All queries of the warp see the keys from warp_all to their own position; some queries see
+    // keys from warp_first on. `all` and `begin` are the same bounds for the block's queries.
     const int warp_first = sight.first_key(warp_own);
     const int warp_all = sight.first_key(warp_own + 16 * M - 1);
     const int begin = sight.first_key(own) / STEP * STEP, all = sight.first_key(own + OWN - 1);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
     cp_async_commit();
     const int end = min(own + OWN, seq_len);
     for (int step = begin; step < end; step += STEP) {
-        // Its last query sees some keys, and so does its first one.
+        // A warp computes scores only if its queries see some of the step's keys.
         const bool active = step < warp_own + 16 * M && (!MASKED || step + STEP > warp_first);
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, the values of the last step are no longer needed
@@ -261,7 +261,8 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
 // key/value head or a query head. With P the probabilities, dP = dO V^T, dS = P * (dP - delta):
 //   dV = P^T dO,   dK = scale dS^T Q               dQ = scale dS K
 // The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). With
-// BACKWARD_STAGES = 2 there are two tiles each of x and y: the next step's arrive during this one.
+// BACKWARD_STAGES = 2 there are two tiles each of x and y: the next step's tiles arrive during this
+// step.
 template <int OWN, int STEP, int THREADS, Part PART>
 __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const float* lse,
                                          const float* delta, const bf16* qkv, int seq_len,
@@ -291,7 +292,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const SharedAddress left = warp_row * ROW_BYTES + score_column + left_offset(lane);
     const float scale_log2 = scale * LOG2E;
 
-    // First and end of the steps' tiles in which a query sees a key.
+    // first: the first step in which some query sees some key. end: the row after such steps.
     const int last_key = min(own + OWN, seq_len) - 1;
     const int first = (OWN_KEYS ? own : sight.first_key(own)) / STEP;
     const int end = OWN_KEYS ? sight.end_of_queries(last_key) : last_key + 1;

@@ -4,19 +4,19 @@
 //                     of fp8 codes the product times scale_x * scale_w
 //   grouped_gradient  d_w[e] = or += d_y^T @ x over the rows of e, rounded before it is added
 //
-// Rows [starts[e], starts[e + 1]) are expert e's: how many, the device alone knows. There are as many
-// blocks of the product as run at the same time; each takes every gridDim.x-th tile of all experts'
-// tiles, which it counts itself, 32 experts at a time. Tiles of an expert follow each other down its
-// rows first, so that those that run together share columns of its matrix in the L2 cache. The
-// gradient has a block for each tile of each expert's matrix.
+// Expert e has rows [starts[e], starts[e + 1]); only the device knows the number of its rows. The
+// product has as many blocks as run at the same time. Each block takes every gridDim.x-th tile of
+// all experts' tiles, and counts the tiles itself, 32 experts at a time. Consecutive tiles of an
+// expert go down the rows first, so that concurrent tiles share columns of the expert's matrix in
+// the L2 cache. The gradient has a block for each tile of each expert's matrix.
 //
 // Data     declared in llmq/ops/experts/grouped.py. starts ascends from 0 to R; null: one expert
 //          has all rows. addend may be out. HALF: sums of 64 products are in half precision, see
 //          product_sm80.cuh.
 // Launch   128 threads, of codes 256; STAGES * 16 KiB of dynamic shared memory. product: any number of blocks;
 //          gradient: one for each 128 x 128 of d_w.
-// Cost     2 R N K FLOPs. A tile reads 128 rows of both operands; one that is not full costs as much as
-//          a full one: half a tile an expert, on the average.
+// Cost     2 R N K FLOPs. A tile reads 128 rows of both operands. A partly filled tile costs as
+//          much as a full one, which wastes half a tile for each expert on average.
 // Needs    compute capability 8.0, of fp8 8.9. scalars' seed, step and micro_step, if a BF16 sum is added to.
 #include "common.cuh"
 
@@ -44,14 +44,14 @@ struct Tile {
     int expert, row, end, column;
 };
 
-// The tiles of all experts, in a row, for a warp that asks for ever higher numbers.
+// The tiles of all experts, numbered in order. A warp must ask for tiles with rising numbers.
 struct Tiles {
     const i32* starts;
     int R, E, across;
-    int first = 0;   // of the experts that were looked at last
+    int first = 0;   // first of the 32 experts counted last
     i64 before = 0;  // tiles of those before it
 
-    // Find the tile with this number; false if there are fewer.
+    // Find tile `number`; false if there are fewer tiles.
     __device__ __forceinline__ bool find(i64 number, Tile& tile) {
         const int lane = threadIdx.x % 32;
         for (; first < E; first += 32) {

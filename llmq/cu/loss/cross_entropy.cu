@@ -12,11 +12,11 @@
 //          CLUSTER blocks of a cluster share a row, each thread holds VECTORS 16-byte vectors of
 //          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,
 //          a block per row. stats: 1024 threads, one block.
-// Cost     registers: logits read once and written once (codes: half as many bytes). A row's
-//          loads are all in flight at a time; the next row of the cluster is read into the
-//          registers that the gradient leaves. About 12 instructions and 2 exponentials per
-//          element. forward_backward reads a row twice, the second time backwards, as its end is
-//          what the caches still hold. stats: about 16 us for 32k rows.
+// Cost     registers: logits read once and written once (codes: half as many bytes). A row's loads
+//          are all in flight at a time; the next row of the cluster is read into the registers that
+//          the gradient leaves. About 12 instructions and 2 exponentials per element.
+//          forward_backward reads a row twice, the second time backwards, because the caches still
+//          hold the row's end. stats: about 16 us for 32k rows.
 // Needs    target < vocab. SOFTCAP: not for the registers kernel, which has none to spare. That kernel: CLUSTER * THREADS * VECTORS vectors hold a row;
 //          CLUSTER > 1 only from compute capability 9.0 on.
 #include "common.cuh"
@@ -25,7 +25,7 @@
 
 constexpr int ROW_THREADS = 512, UNROLL = 4;
 constexpr int N = Vec<T>::N;
-// The maximum of nothing. Finite, so that the difference of two is not NaN; below any logit.
+// The maximum of nothing. Finite, so that the difference of two maxima is not NaN; below any logit.
 constexpr float LOWEST = -1e30f;
 
 #ifndef SOFTCAP
@@ -196,7 +196,8 @@ cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __res
                                          Q* __restrict__ codes, i64 rows, i32 vocab,
                                          i32 padded_vocab, f32 z_loss, f32 code_factor WEIGHTS_ARG) {
     constexpr int WARPS = THREADS / 32, STEP = CLUSTER * THREADS;
-    __shared__ float2 partial[2][WARPS];  // by turns, so that one barrier per row is enough
+    // Alternate rows use alternate buffers, so that one barrier per row is enough.
+    __shared__ float2 partial[2][WARPS];
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int vectors = padded_vocab / N;
     int first = rank * THREADS + threadIdx.x;
@@ -255,7 +256,7 @@ cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __res
             lse[r] = result.lse;
             losses[r] = target < 0 ? 0.0f : result.lse - logit;
         }
-        // The next row is on its way into the registers of this one while this one is written.
+        // The next row's loads into the registers of this row run while this row is written.
         const uint4* const next = row + vectors;
         int to_load = r < last_row ? vectors : 0;
         forget(first);
@@ -271,7 +272,7 @@ cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __res
         row = next;
         out += vectors;
     }
-    // A block's shared memory must stay until the others have read it.
+    // A block's shared memory must stay until the cluster's other blocks have read it.
     if constexpr (CLUSTER > 1) {
         cluster_arrive();
         cluster_wait();

@@ -7,17 +7,19 @@
 //          d_up_gate may be up_gate, out may be d_out. abs_max, with ABS_MAX = 1: raised to the
 //          largest |out| of forward, |d_up_gate| of backward. OUT = 1: backward writes forward's
 //          out again. _fp8: codes with CODES = 1, transposed with TRANSPOSED = 1 (fp8.cuh), of out
-//          or d_up_gate; out_*, with OUT_TRANSPOSED = 1, of backward's out, in E4M3. With CODED =
-//          1 up_gate and d_out are FP8 codes of products, of up_scale and in_scale; in_*:
-//          statistics of the newer one (fp8.cuh).
-// Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
-//          _fp8: a block for every 128 rows and 64 columns of F, grid (across, down).
+//          or d_up_gate; out_*, with OUT_TRANSPOSED = 1, of backward's out, in E4M3. With CODED = 1
+//          up_gate and d_out are FP8 codes of products, of up_scale and in_scale; in_*: statistics
+//          of the codes of in_scale (fp8.cuh).
+// Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread. Kernels *_fp8:
+//          a block for every 128 rows and 64 columns of F; blockIdx.x counts along columns,
+//          blockIdx.y along rows.
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2, or 3
-//          with out; memory-bound: 4 or 6 16-byte loads in flight per thread, about 30
-//          instructions per output element. _fp8: twice as many loads in flight, 40 (forward) or
-//          60 instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
-//          shared memory for transposed codes, and 8 KiB for those of out. CODED: half the bytes
-//          of what is read, 8-byte loads; then 30 (forward) and 50 instructions are as long.
+//          with out; memory-bound: 4 or 6 16-byte loads in flight per thread, about 30 instructions
+//          per output element. _fp8: twice as many loads in flight, 40 (forward) or 60
+//          instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
+//          shared memory for transposed codes of d_up_gate, and 8 KiB for transposed codes of out.
+//          CODED: inputs have half the bytes, in 8-byte loads. Then 30 (forward) or 50 (backward)
+//          instructions take as long as the loads.
 // Needs    rows * F below 2^32 vectors. _fp8: rows a multiple of 4, F of 16, rows at most 65535 * 128;
 //          turned: turned_columns(rows), an argument where registers are few.
 #include "pointwise/activation.cuh"

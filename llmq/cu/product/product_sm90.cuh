@@ -1,10 +1,11 @@
-// product_sm90.cuh -- what the matrix products for Hopper share: tiles, their ring, the main loop.
+// product_sm90.cuh -- code that the matrix products for Hopper share: tiles, their ring, the main
+// loop.
 //
 // A block computes tiles of 128 rows and TILE_COLUMNS columns, left (M, K) times right (N, K), or
-// (K, N) with K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of
-// `right`, of which each loads a half for both. Grids are persistent; tiles go through a group of
-// columns of tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles on their
-// way (TMA), in a ring of stages.
+// (K, N) with K outside. The two blocks of a cluster have neighbouring tiles of `left` and the same
+// tile of `right`; each block loads a half of the tile of `right` into both. Grids are persistent.
+// Tiles go through one group of tile columns after another, so that the group's part of `right`
+// stays in L2. One thread loads pairs of tiles by TMA into a ring of stages.
 //
 // Included after the type variables and constants of a launch are defined: no name in here may be
 // one of those. TILE_COLUMNS, 192 or 224, is a constant of the file that includes it.
@@ -22,12 +23,12 @@
 constexpr int TILE_BOXES = (TILE_COLUMNS + BOX - 1) / BOX, SUMS = TILE_COLUMNS / 2;  // of a thread
 constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_BOXES * BOX * LINE;
 constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
-constexpr int RESIDENT = 5 << 20;  // bytes of `right` that a group has at most,
-constexpr int NARROWEST = 8;       // but so many columns of tiles in any case
-constexpr int SLICES = 4;          // of a tile: products of 32 bytes of K
-constexpr int TAIL_K = 64;         // BF16 in a line: of the tiles of adapters
+constexpr int RESIDENT = 5 << 20;  // most bytes of `right` in a group of tile columns,
+constexpr int NARROWEST = 8;       // but a group has at least so many tile columns
+constexpr int SLICES = 4;          // products of a tile, each over 32 bytes of K
+constexpr int TAIL_K = 64;         // K of a tile of h or tail (adapters): a line of BF16
 
-// A place in the ring of stages. parity: of the barrier's phase that is waited for.
+// A place in the ring of stages. parity: parity of the barrier's phase to wait for.
 template <int STAGES> struct Place {
     u32 stage, parity;
     __device__ __forceinline__ Place(u32 steps) : stage(steps % STAGES), parity(steps / STAGES & 1) {}
@@ -99,10 +100,10 @@ __device__ __forceinline__ void load_beside(SharedAddress stage, SharedAddress a
 }
 #endif
 
-// Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
-// blocks. matrix: the row of `right` that it begins with. apart: rows of `right` from the first block's
-// half to the second one's; K inside. With K outside the last box may have more columns than the tile,
-// of which nothing is read.
+// Starts the copies of one pair of tiles: this block's tile of `left`, and this block's half of the
+// tile of `right`, for both blocks. matrix: the row of `right` where the matrix begins. apart: rows
+// of `right` from the first block's half to the second one's; K inside. With K outside the last box
+// may have more columns than the tile, of which nothing is read.
 template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
@@ -203,7 +204,8 @@ struct Sm90Mainloop {
         others = empty + 8 * STAGES;
     }
 
-    // By one thread of the block. readers: warpgroups of both blocks that multiply what a stage holds.
+    // One thread of the block calls this. readers: number of warpgroups, of both blocks, that
+    // multiply a stage's tiles.
     __device__ __forceinline__ void init(int readers) const {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
@@ -211,7 +213,7 @@ struct Sm90Mainloop {
         }
     }
 
-    // By one thread of the block. apart: see load_pair.
+    // One thread of the block calls this. apart: see load_pair.
     __device__ __forceinline__ void load(const Work& work, const Operands& from, int apart) const {
         Ring ring(STAGES);  // the first wait for an empty stage is over at once
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
@@ -238,8 +240,8 @@ struct Sm90Mainloop {
         return HAS_ALPHA ? scale * of.alpha : scale;
     }
 
-    // d = the sum of so many steps, of a warpgroup's rows from first_row on. The last product may be
-    // under way yet: its stage's barrier is returned, at which nobody has arrived.
+    // d = the sum of so many steps, of a warpgroup's rows from first_row on. The last product may
+    // still be under way: the function returns the barrier of its stage, and has not arrived there.
     template <int COUNT>
     __device__ __forceinline__ SharedAddress multiply_steps(float (&d)[COUNT][SUMS],
                                                             Ring& ring, int first_row,

@@ -5,15 +5,16 @@
 //
 // y = x, or with FACTORS x[r, c] * factors[c]. int8() rounds to nearest even. With STOCHASTIC it
 // rounds up or down with probabilities that keep the mean, by random numbers that follow from seed,
-// step, salt, the row's sequence in the step and its place there. If the largest value of a row or
-// column is infinite or NaN, its scale is NaN and its codes are 0: all results of them are NaN.
-// column_max: the largest |x[:, c]| of each column, which `columns` reads. decode: out = q * scale
-// of its row.
+// step, salt, the row's sequence in the step and the row's place in the sequence. If the largest
+// value of a row or column is infinite or NaN, its scale is NaN and its codes are 0: all products
+// with these codes are NaN. column_max: the largest |x[:, c]| of each column, which `columns`
+// reads. decode: out = q * scale of its row.
 //
 // Data     declared in llmq/ops/quantize/quantize_int8.py. Rows of q_t end with zeros up to a
 //          multiple of 16.
 // Launch   rows: WARPS warps hold a row, 32 * WARPS * ROWS threads, a block for every ROWS rows.
-//          column_max, columns: 256 threads, a block for every OctetTile, grid (across, down).
+//          column_max, columns: 256 threads, a block for every OctetTile; blockIdx.x counts along
+//          columns, blockIdx.y along rows.
 // Cost     memory-bound: `rows` reads x once, column_max and columns once each. Stochastic rounding
 //          takes 6 instructions for an element's random bits.
 // Needs    rows and sequence (rows of one) multiples of 4, cols of 16. column_max zero before.
@@ -69,7 +70,7 @@ struct RowBits {
 
 // One byte of a result; bits: 16 random bits.
 __device__ __forceinline__ u32 code(float x, float factor, u32 bits) {
-    // Zero without a scale, also for infinities.
+    // Factor 0 (no scale) gives code 0, even where x is infinite.
     const float v = factor == 0.0f ? 0.0f : x * factor;
     int rounded;
     if constexpr (STOCHASTIC) {

@@ -9,10 +9,10 @@
 //          projection D: F32 or BF16, x F32, n elements.
 // Launch   eigen: 1024 threads, a block for each matrix, 8 * (side + 1) bytes of shared memory.
 //          renew: 256 threads, one for each element.
-// Cost     eigen: Jacobi's rotations, at most 12 sweeps of side^2 / 2 of them, which read and write
-//          3 * side^2 numbers each side / 2; matrices of 136 rows take milliseconds, of 1,032 rows
-//          seconds, as many at once as there are multiprocessors.
-// Needs    skip_update final on the same stream. A matrix with NaN gives anything.
+// Cost     eigen: Jacobi's rotations, at most 12 sweeps of side^2 / 2 rotations. Each side / 2
+//          rotations read and write 3 * side^2 numbers; matrices of 136 rows take milliseconds, of
+//          1,032 rows seconds, as many at once as there are multiprocessors.
+// Needs    skip_update final on the same stream. The result of a matrix with NaN is undefined.
 #include "common.cuh"
 
 constexpr int SWEEPS = 12;
@@ -86,7 +86,7 @@ galore_eigen(f32* __restrict__ s, f32* __restrict__ v, i32 roots, i32 side) {
     __syncthreads();
     for (int i = threadIdx.x; i < side; i += blockDim.x) {
         shared[i] = s[i * side + i];
-        order[i] = i;  // what stays where NaN compares with nothing
+        order[i] = i;  // this order stays if eigenvalues are NaN, which compare false
     }
     __syncthreads();
     float largest = 0.0f;

@@ -1,4 +1,4 @@
-"""Losses in arrays: what a user's class computes with NumPy on the CPU, and with CuPy on a GPU."""
+"""Losses of a user's class, which computes on arrays: NumPy's on the CPU, CuPy's on a GPU."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ArrayLoss(TokenCrossEntropy):
     arrays: ClassVar[tuple[str, ...]] = ()
 
     def row_weights(self, xp: ModuleType, targets: Any, losses: Any, **arrays: Any) -> Any:
-        """float32 (B, T), what each token's gradient is multiplied by, of any sign.
+        """The factor of each token's gradient, float32 (B, T), of any sign.
 
-        targets: int32 (B, T), negative where masked, where weights do not count. losses: float32
-        (B, T), each token's loss; None without `ahead`. arrays: float32 (B, T) by name.
+        targets: int32 (B, T); negative for masked tokens, whose weights are ignored. losses:
+        float32 (B, T), each token's loss; None without `ahead`. arrays: float32 (B, T) by name.
         """
         raise NotImplementedError
 
@@ -46,8 +46,8 @@ class ArrayLoss(TokenCrossEntropy):
         """Losses float32 (rows,), and their gradients float32 (rows, V) by the logits of their row,
         for some rows of the micro-batch; without this method losses are cross-entropy.
 
-        logits: float32 (rows, V). targets: int32 (rows,), 0 where masked, where results do not
-        count. arrays: float32 (rows,) by name.
+        logits: float32 (rows, V). targets: int32 (rows,); 0 in masked rows, whose results are
+        ignored. arrays: float32 (rows,) by name.
         """
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class ArrayLoss(TokenCrossEntropy):
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """Losses may be as large as they like."""
+        """Infinity: a user's loss has no bound."""
         return inf
 
     def weights(self, rows: Rows) -> Tensor | None:

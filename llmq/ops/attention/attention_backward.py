@@ -47,8 +47,8 @@ GRADIENT = Kernel(
 def chosen(
     dev: Device, qkv: Tensor, mask: AttentionMask, softcap: int = 0
 ) -> Callable[..., None] | None:
-    """backward() where it supports device, dtype, sizes and mask, without a cap; else None. qkv:
-    (B,T,Hq+2*Hkv,Hd) of the whole micro-batch, so that chunks do not change the order of a
+    """`backward` if it supports the device, dtype, sizes and mask, and softcap is 0; else None.
+    qkv: (B,T,Hq+2*Hkv,Hd) of the whole micro-batch, so that chunks do not change the order of a
     sequence's sums."""
     batch, seq_len, _, head_dim = qkv.shape
     sees_all = mask.starts is None and sees_all_before(mask.window, seq_len)
@@ -71,8 +71,9 @@ def shared_bytes(head_dim: int) -> int:
 
 @cache
 def part_heads(batch: int, seq_len: int, num_heads: int, num_kv_heads: int, num_sms: int) -> int:
-    """Query heads of a key head in one block's sums. Fewer than the whole group if the longest
-    tile, of the first keys, would take long beside the average work of a multiprocessor."""
+    """The number of query heads of a key head whose gradients one block sums. The number is less
+    than the whole group if the longest tile, at the first keys, would take long beside a
+    multiprocessor's average work."""
     group, blocks = num_heads // num_kv_heads, seq_len // ROWS
     tiles = ceil_div(blocks, 2)
     steps = tiles * (blocks - tiles + 1)  # of all tiles of one query head
@@ -92,8 +93,9 @@ def backward(
 ) -> None:  # fmt: skip
     """Gradient of attention: the `kernel` of ops.attention.attention.backward.
 
-    tensors: d_qkv, d_out, out, lse, qkv, as there; (B,T,heads,Hd). mask hides nothing. scale:
-    factor of scores. micro_batch: sequences of the whole micro-batch, see chosen().
+    tensors: d_qkv, d_out, out, lse, qkv, as in attention.backward; (B,T,heads,Hd). The mask is
+    causal alone. scale: factor of scores. micro_batch: number of sequences in the whole
+    micro-batch; qkv may be a chunk (see `chosen`).
 
     Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes, and 8*B*Hkv*T*Hd for each
              part of query heads but the last, see part_heads().

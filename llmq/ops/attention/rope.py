@@ -55,12 +55,12 @@ ROPE_BACKWARD_FUSED = Kernel(
 )
 
 THREADS = 128
-WIDE = 16  # head sizes and rotated channels that are no multiples get threads of single elements
+WIDE = 16  # if head size or rotated channels are no multiple, a thread has one element
 HEADS_PER_THREAD = 4  # share one load of the angles
 FUSED_THREADS = 256
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of the fused kernel: tokens of a block, features of a tile
 FUSED_SHARED = 3  # bytes of shared memory per element of a tile, besides the element
-BLOCK_TILES = 2  # at most, side by side; share one load of the angles
+BLOCK_TILES = 2  # most tiles of a block, side by side, which share one load of the angles
 
 
 class Scaling(Protocol):
@@ -177,7 +177,8 @@ def grid(tokens: int, heads: int, pieces: int) -> int:
 
 
 def fused_grid(tokens: int, features: int) -> tuple[tuple[int, int], int]:
-    """Grid (across, down) of the fused kernel, and the number of tiles side by side in a block."""
+    """Grid (blocks along features, blocks along tokens) of the fused kernel, and the number of
+    tiles side by side in a block."""
     tiles = ceil_div(features, TILE_COLUMNS)
     across = ceil_div(tiles, BLOCK_TILES)
     return (across, ceil_div(tokens, TILE_ROWS)), ceil_div(tiles, across)
@@ -205,7 +206,8 @@ def fuses(head_dim: int, channels: int | None) -> bool:
 
 
 def _launch(dev: Device, kernel: Kernel, heads: int, args: tuple, consts: dict[str, int]) -> None:
-    """args: the kernel's, qkv first. heads: heads of a token that the kernel reads."""
+    """args: the kernel's arguments, qkv first. heads: number of heads that the kernel reads per
+    token."""
     qkv = args[0]
     B, T, _, head_dim = qkv.shape
     pieces = head_dim // 2
@@ -260,7 +262,7 @@ def backward(
     `reduce.bias_gradient`. fp8: the rotated gradients in FP8, value heads included; B * T a
     multiple of 4.
 
-    Workspace: with d_bias F32, one bias for each 64 tokens.
+    Workspace: with d_bias, F32, one partial bias gradient for every 64 tokens.
     """
     op = "rope.backward"
     B, T, head_dim = ROPE_BACKWARD.dims(d_qkv=d_qkv)

@@ -1,5 +1,5 @@
-"""RMSNorm over every head, with SiLU of a gate behind the norm, as in delta nets, or in front of
-it, as in state spaces, of which a head is a group of channels."""
+"""RMSNorm over every head, gated by SiLU. Delta nets apply the gate behind the norm. State spaces
+apply the gate in front of the norm, and a group of channels is a head."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -40,7 +40,8 @@ def limits(head_dim: int) -> tuple[int, int]:
 
 
 class _Call:
-    """The launches for heads, each of which has one of the weights or all of which share one."""
+    """Sizes and launches of one call. Each head has a weight of its own, or all heads share one
+    weight."""
 
     def __init__(
         self, dev: Device, x: Tensor, gate: Tensor, weight: Tensor, offset: int, gate_first: bool
@@ -76,8 +77,8 @@ def forward(
     """out = T(T(weight * T(rstd * x)) * silu(gate)), rstd = 1 / sqrt(mean(x^2) + eps) by head.
 
     gate: (rows, columns), read from column `offset` on. weight: (1, Hd), or (heads, Hd).
-    gate_first: x * silu(gate), which is not rounded, takes the place of x, and nothing is
-    multiplied behind.
+    gate_first: the norm reads x * silu(gate), not rounded, in place of x, and no gate multiplies
+    the norm's result.
     """
     call = _Call(dev, x, gate, weight, offset, gate_first)
     call.launch(FORWARD, call.blocks(FORWARD_BLOCKS), (out, x, gate, weight), eps)
@@ -97,7 +98,8 @@ def backward(
     *,
     gate_first: bool = False,
 ) -> None:
-    """Gradients of forward's inputs. Other columns of d_gate stay. d_weight: (weight's size,).
+    """Gradients of forward's inputs. Columns of d_gate that forward does not read as gate stay.
+    d_weight: (weight's size,).
 
     Workspace: F32 (blocks, size of weight).
     """

@@ -46,7 +46,7 @@ class _Call:
         self.sizes = (self.T, self.channels, columns)
         self.consts = {"TAPS": taps, "SILU": int(silu)}
         self.wide = 8 // x.dtype.itemsize
-        self.spans = ceil_div(self.T, SPAN_BACKWARD)  # that sum the weight's gradient apart
+        self.spans = ceil_div(self.T, SPAN_BACKWARD)  # each sums a partial gradient of the weight
 
     def launch(self, kernel: Kernel, spans: int, args: tuple, channels: int) -> None:
         """channels: channels of a block."""
@@ -71,7 +71,7 @@ def forward(
 
     x: (B, T, columns), the first channels are convolved. starts: where each token's document
     starts; None: 0. before: F32 (B, taps - 1, channels), tokens in front of x, overwritten with the
-    last tokens of x; None: 0. silu: False: the sum itself.
+    last tokens of x; None: 0. silu: False leaves out the activation.
     """
     call = _Call(dev, x, weight, silu)
     spans, channels = ceil_div(call.T, SPAN), THREADS * call.wide
@@ -93,10 +93,11 @@ def backward(
     d_bias: Accumulator | None = None,
     silu: bool = True,
 ) -> None:
-    """Gradients of forward's inputs, without tokens in front; d_weight and d_bias both or neither.
-    Other columns of d_x stay.
+    """Gradients of forward's inputs, without the tokens in `before`. Give d_weight and d_bias both
+    or neither. Columns of d_x beyond the convolved channels stay.
 
-    Workspace: with d_weight F32, as weight and bias for every 512 tokens.
+    Workspace: with d_weight, F32, a partial gradient of weight and bias for every 512 tokens of
+    each sequence.
     """
     call = _Call(dev, x, weight, silu)
     rest = (d_out, x, weight, bias, starts)

@@ -75,8 +75,8 @@ def forward(
     """out = up * gate * sigmoid(gate), or with gelu up * gelu(gate), GeGLU's tanh approximation.
 
     Computed in F32. up_gate: [up | gate] along the last dimension, or the codes of a product, E4M3
-    with BF16 out. out may be None with fp8, out in FP8: rows a multiple of 4, F of 16. abs_max is
-    raised to the largest |out|.
+    with BF16 out. fp8: gets the FP8 codes of out, and then out may be None; rows must be a multiple
+    of 4, F of 16. abs_max is raised to the largest |out|.
 
     Cost:    one launch; with fp8 no more bytes than the codes.
     """
@@ -113,9 +113,9 @@ def backward(
     """d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate); with gelu, of GeGLU.
 
     up_gate and d_out are both tensors, or both codes of products, without out. d_up_gate, [d_up |
-    d_gate], may be up_gate, or None with fp8 or abs_max, which are of d_up_gate, as in forward.
-    out, out_fp8: take forward's output again, in the same launch and bits; out may be d_out, and
-    out_fp8 has transposed E4M3 codes only.
+    d_gate], may be up_gate. fp8 and abs_max receive d_up_gate's codes and largest |value|, as in
+    forward; with either one d_up_gate may be None. out, out_fp8: get forward's output again, bit
+    for bit, in the same launch. out may be d_out. out_fp8 gets transposed E4M3 codes only.
     """
     op = "swiglu.backward"
     (product, up_gate), (d_product, d_out) = map(_codes_and_tensor, (up_gate, d_out))
@@ -177,10 +177,11 @@ def weighted_backward(
 ) -> None:
     """`expert_rows.combine_backward` of y = forward's output, and `backward`, in one launch.
 
-    Has the bits of both, and computes y again. Rows are sorted by expert; order: of
-    `expert_rows.sort_rows`. d_out: gradient before weights. d_weights: d_out . y. weighted:
-    weights * y. d_up_gate may be up_gate, or None with fp8, its codes, not transposed. abs_max is
-    raised to the largest |d_up_gate|.
+    Results equal the results of both calls bit for bit. The kernel computes y again. Rows are
+    sorted by expert; order: of `expert_rows.sort_rows`. d_out: gradient of the weighted rows.
+    d_weights: the dot product of d_out and y in each row. weighted: weights * y. d_up_gate may be
+    up_gate. With fp8, which gets d_up_gate's codes (not transposed), d_up_gate may be None. abs_max
+    is raised to the largest |d_up_gate|.
 
     Cost:    d_out and up_gate read, d_up_gate, weighted and codes written once.
     """

@@ -35,8 +35,8 @@ SSD_KINDS = {
 
 
 def parse_kinds(value: Any) -> str:
-    """Parse some of SSD_KINDS; they are returned in this order, separated by commas. ValueError
-    otherwise."""
+    """Parse a list of SSD_KINDS. Return the kinds in the order of SSD_KINDS, separated by commas.
+    ValueError otherwise."""
     texts = value if isinstance(value, list | tuple) else str(value).split(",")
     words = {str(text).strip().lower() for text in texts} - {""}
     if unknown := words - SSD_KINDS.keys():
@@ -125,8 +125,9 @@ MEMORY_RULES = (
     ),
     switches("recompute_att", "recompute_qkv", help="implies --recompute-qkv"),
     switches("recompute_ffn", "recompute_swiglu", help="implies --recompute-swiglu"),
-    # Only adapters read these in backward. Beside 16-bit products recomputation costs little.
-    # Without adapters the model decides about the activation if scales are delayed.
+    # With adapters, only gradients of adapters read the outputs of the activation and of norms.
+    # Beside 16-bit products their recomputation costs little. Without adapters the model's MLP
+    # decides about recompute_swiglu if fp8 scales are delayed.
     *(
         default(
             name,

@@ -12,7 +12,7 @@ from llmq.options.rule import REFUSE, Options, Rule, default, each, refused
 FP8_BASES = ("e4m3", "nf4")  # bases whose weights fp8 products can multiply
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 
-_INT8_TERMS = (2**31 - 1) // 127**2 // 16 * 16  # most terms of an int32 sum of products of codes
+_INT8_TERMS = (2**31 - 1) // 127**2 // 16 * 16  # most products of two codes in an int32 sum
 _INT8_WIDTH = 65536  # widest quantized row
 _AS_MODEL = "as --model-dtype if not given"
 

@@ -1,14 +1,16 @@
 """GaLore: AdamW of gradients that are projected to few directions; AdamW for other parameters.
 
 A gradient G, at least as wide as tall, becomes P G with P the r leading left singular vectors of
-the gradient at the last renewal. AdamW's moments are of P G, and a weight changes by alpha P' times
-AdamW's step. A gradient that is taller than wide becomes G P' with right singular vectors (Zhao et
-al., https://arxiv.org/abs/2403.03507; the package galore-torch).
+the gradient at the last renewal. AdamW keeps the moments of P G. A weight changes by alpha P' S,
+with S AdamW's step for P G, P' the transpose of P, and alpha the option --galore-scale. A gradient
+that is taller than wide becomes G P' with right singular vectors (Zhao et al.,
+https://arxiv.org/abs/2403.03507; the package galore-torch).
 
-Singular vectors come from a randomized range finder (Halko et al., https://arxiv.org/abs/0909.4061):
-some more random directions than r are multiplied by the gradient and its transpose in turn, and
-made orthonormal each time. With Y the gradient in these directions, the singular vectors follow
-from the eigenvectors of the small matrix Y Y'. All large products are those of the device.
+Singular vectors come from a randomized range finder (Halko et al.,
+https://arxiv.org/abs/0909.4061): r + MORE random directions are multiplied by the gradient and by
+the gradient's transpose in turn, and made orthonormal after each product. With Y the gradient in
+these directions, the singular vectors follow from the eigenvectors of the small matrix Y Y'. The
+device's matrix products compute all large products.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from llmq.state.rules.rule import FullMatrix, MatrixState, OptimizerState, Shard
 
 MORE = 8  # directions beyond the rank
 POWERS = 2  # multiplications by the gradient and its transpose
-TRACE = 1e-6  # random part of directions, which remain where the gradient is zero
+TRACE = 1e-6  # random part of directions, which alone remains where the gradient is zero
 RENEWAL = "renewal"
 
 
@@ -92,7 +94,7 @@ class GaLore(AdamW):
         if kind == RENEWAL:
             together: dict[tuple[int, int], list[_Projected]] = {}
             for i, each in enumerate(apart):
-                # Behind an odd square matrix the next one would begin off 16 bytes.
+                # Behind a square matrix of odd side, the next matrix would not be 16-byte aligned.
                 alone = i if each.directions % 2 else -1
                 together.setdefault((each.directions, alone), []).append(each)
             for same in together.values():
@@ -145,7 +147,7 @@ class _Projected:
         elementwise.normal(self.dev, out, 1.0, self.options.seed << 32 | self.salt)
 
     def rounded(self, temps: ExitStack, x: Tensor) -> Tensor:
-        """Return F32 x in the gradient's dtype, in which products with the gradient are."""
+        """Return F32 x in the gradient's dtype, the dtype of products with the gradient."""
         if self.dtype is F32:
             return x
         made = temps.enter_context(self.dev.scratch("rounded", x.shape, self.dtype))
@@ -153,14 +155,15 @@ class _Projected:
         return made
 
     def along(self, out: Tensor, x: Tensor, *, back: bool = False) -> None:
-        """Set out F32 (k, longer) to directions x F32 (k, shorter) times the gradient; back: the
-        reverse, by the gradient's transpose."""
+        """Set out F32 (k, longer) to directions x F32 (k, shorter) times the gradient. With back, x
+        is (k, longer), out is (k, shorter), and the gradient's transpose multiplies x."""
         with ExitStack() as temps:
             x = self.rounded(temps, x)
             matmul(self.dev, out, x, self.gradient, trans_b=self.tall != back)
 
     def change(self, scalars: Tensor) -> None:
-        """Update the moments, and write the change at rate 1. scalars: with a rate of 1."""
+        """Update the moments, and write the change at rate 1. scalars: the step's scalars, with
+        learning rate 1."""
         dev, options, matrix = self.dev, self.options, self.matrix
         states = {name: tensor.view(tensor.size) for name, tensor in matrix.states.items()}
         scales = {name: tensor.view(tensor.size) for name, tensor in matrix.scales.items()}
