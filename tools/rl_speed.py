@@ -9,9 +9,9 @@ prompts, at most --new tokens each, reward a text by its part of vowels, and tra
 linear layers by GRPO on the samples, once. llmq has --memory-limit. TRL samples with transformers'
 `generate`; weights of TRL are in bf16 (bitsandbytes' 4 bits would be smaller and slower), gradients
 are checkpointed, and torch refuses memory beyond the same limit. Each side runs in a process of its
-own. A row has the median of --steps steps behind a first step, the mean length of a text, and the
-peak of memory: what the driver counts for llmq, context and kernels included, and what torch has
-reserved for TRL.
+own. A row has the median of --steps steps behind a first step (--steps 0: the first one), the mean
+length of a text, and the peak of memory: what the driver counts for llmq, context and kernels
+included, and what torch has reserved for TRL.
 """
 
 from __future__ import annotations
@@ -149,14 +149,19 @@ def trl_side(job: Job) -> Found:
     return {"seconds": seconds, "length": lengths, "memory": memory}
 
 
+def median(values: list[float]) -> float:
+    """Return the median of all values behind the first one, or of the only one."""
+    return statistics.median(values[1:] or values)
+
+
 SIDES = {"llmq": llmq_side, "trl": trl_side}
 
 
 def row(side: str, found: Found, job: Job) -> str:
     """A line of the table."""
-    step, length = (statistics.median(found[name][1:]) for name in ("seconds", "length"))
+    step, length = (median(found[name]) for name in ("seconds", "length"))
     cells = [side, f"{step:.2f}"]
-    cells += [f"{statistics.median(found['sampled'][1:]):.2f}" if "sampled" in found else "-"]
+    cells += [f"{median(found['sampled']):.2f}" if "sampled" in found else "-"]
     cells += [f"{job.prompts * job.samples * length / step:,.0f}", f"{length:.0f}"]
     cells += [f"{found['memory'] / 2**30:.2f}", f"{found['seconds'][0]:.1f}"]
     return f"| {' | '.join(cells)} |"
@@ -209,7 +214,7 @@ def main(
     for name in sides.split(","):
         one = measured(name, replace(given, batch=sequences) if name == "llmq" else given)
         print(f"{name}: {one['error']}" if "error" in one else row(name, one, given), flush=True)
-        found[name] = statistics.median(one.get("seconds", [0.0, 0.0])[1:])
+        found[name] = median(one.get("seconds", [0.0]))
     if found.get("llmq") and found.get("trl"):
         print(f"\nA step of TRL takes {found['trl'] / found['llmq']:.2f} times as long.")
 
