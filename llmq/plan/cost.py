@@ -411,6 +411,11 @@ def rates_of(
     )
 
 
+# Bytes of 4-bit codes that a multiprocessor decodes in a second, by rows of a product: as found for
+# 7B on one H200.
+FOUR_BITS = ((8, 10e9), (16, 7.8e9), (math.inf, 3.8e9))
+
+
 class RolloutTime(NamedTuple):
     """Predicted seconds of a rollout and its updates. sample: of all samples. score: by the
     reference, 0 without one. train: of all updates."""
@@ -429,8 +434,9 @@ def rollout_time(
     plan: Plan, generation: Generation, config: TrainConfig, card: Card
 ) -> RolloutTime:
     """Return the time of a rollout of samples of --max-new-tokens behind prompts that leave no room
-    in --seq-len, so that each sample is a sequence. A pass that decodes reads all weights, and keys
-    and values of its texts, at the card's bandwidth, beside GRAPH_LAUNCH for each launch."""
+    in --seq-len, so that each sample is a sequence. A pass over the last tokens of texts reads all
+    weights, and keys and values, at the card's bandwidth, or decodes weights, beside GRAPH_LAUNCH
+    for each launch."""
     rates, new = rates_of(plan, card, 1.0, ONE_MACHINE), config.max_new_tokens
     prompts = -(-config.prompts_per_step // plan.world_size)
     texts, prompt = prompts * config.num_samples, config.seq_len - new
@@ -453,11 +459,20 @@ def rollout_time(
 def _decoding(trace: Trace, rates: Rates) -> float:
     """Seconds of a pass over the last token of each text, without its keys and values."""
     works = [item for item in trace if isinstance(item, Work)]
-    nbytes = sum(work.device_bytes for work in works)
-    carried: Counter[str] = Counter()
+    seconds, carried = GRAPH_LAUNCH * len(works), Counter()
     for work in works:
+        seconds += max(work.device_bytes / rates.memory, _decoded(work) / rates.card.num_sms)
         carried.update(rates.transfers(work).carriers)
-    return max(nbytes / rates.memory + GRAPH_LAUNCH * len(works), *carried.values(), 0.0)
+    return max(seconds, *carried.values(), 0.0)
+
+
+def _decoded(work: Work) -> float:
+    """Seconds in which one multiprocessor decodes the 4-bit codes of a product of few rows; 0 for
+    other work."""
+    if work.kind.name.partition("/")[0] not in ("skinny_nf4", "skinny_mxfp4"):
+        return 0.0
+    rows = work.cost.flops / (2 * work.device_bytes * 64 / 33)  # of each matrix, on average
+    return work.device_bytes / next(rate for most, rate in FOUR_BITS if rows <= most)
 
 
 class KindCost(NamedTuple):

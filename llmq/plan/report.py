@@ -165,8 +165,8 @@ def _rollout_lines(rollout: dict[str, Any]) -> list[str]:
         parts = ", ".join(f"{name} {s:.3g} s" for name, s in seconds.items() if s)
         updates = f" ({rollout['updates']} updates)" if rollout["updates"] > 1 else ""
         facts["Time"] = (
-            f"{sum(seconds.values()):.3g} s{updates}: {parts}; sampling is not measured, and the "
-            "reward function's time comes on top"
+            f"{sum(seconds.values()):.3g} s{updates}: {parts}; the reward function's time comes "
+            "on top"
         )
     return _lines(facts)
 

@@ -390,6 +390,9 @@ def test_the_plan_times_the_parts_of_a_step(capsys):
     weights, kept = 2 * 494032768, 2 * 24 * 128 * 2 * 64 * (512 + 256)
     floor = 512 * (weights + kept) / rate
     assert floor < seconds["sample"] < 3 * floor
+    coded = plan(capsys, *words, "--lora-rank=8", "--base-dtype=nf4")["rollout"]["seconds"]
+    codes = (494032768 - 151936 * 896) * 33 / 64  # which a 4090's 128 multiprocessors decode
+    assert coded["sample"] > 512 * codes / (128 * 3.8e9) > 512 * codes / rate
     again = plan(capsys, *words, "--updates=3", "--num-samples=16")["rollout"]["seconds"]
     assert again["train"] > 5.9 * seconds["train"]
     assert 1.8 * seconds["sample"] < again["sample"] < 2 * seconds["sample"]
