@@ -31,7 +31,7 @@ from llmq.text.train_tokenizer import train_tokenizer
 PROMPT = "def __init__(self"
 HELD_OUT = 16_384  # approximate bytes of the validation module; a validation takes some seconds
 NEW_TOKENS = 110  # fewer than a training sequence, prompt included
-STEPS = {"host": 300, "cuda": 4000}
+STEPS = {"host": 300, "cuda": 2000}
 # The best of equally long runs in docs/decisions/runs.md.
 VOCAB_SIZE = 2048
 SIZES = {
