@@ -68,10 +68,10 @@ MUON_RATE, MUON_STEP = 0.08, 16384
 # Ratio of AdamW's rate, for all other parameters, to Muon's: four was best with 8 and 16 million
 # tokens, and no better than one with 98 million (benchmarks/h200/2026-11-26/h200_law).
 TABLES, TABLES_TOKENS, TABLES_EXPONENT = 4.0, 16e6, -0.25
-# Exponents of 1 / width in the best rate: 1 for AdamW (Yang et al., arXiv:2203.03466); a change by
-# Muon has the same singular values at any width, times 0.2 sqrt(width). The rate also grows with
-# the root of the tokens per step (Malladi et al., arXiv:2205.10287).
-WIDTH_EXPONENTS = {"adamw": 1.0, "muon": 0.5, "normuon": 0.5}
+# Exponents of 1 / width in the best rate: 1 for AdamW (Yang et al., arXiv:2203.03466) and all rules
+# not named here; a change by Muon has the same singular values at any width, times 0.2 sqrt(width).
+# The rate also grows with the root of the tokens per step (Malladi et al., arXiv:2205.10287).
+WIDTH_EXPONENTS = {"muon": 0.5, "normuon": 0.5}
 
 MOST_PASSES = 4
 """Most passes over the data in a recipe: this many are worth nearly as much as new data
@@ -117,7 +117,7 @@ class Rates(NamedTuple):
 
     def at(self, width: int, tokens_per_step: int) -> float:
         """Return the rate at another width, with other tokens per step."""
-        by_width = (self.width / width) ** WIDTH_EXPONENTS[self.optimizer]
+        by_width = (self.width / width) ** WIDTH_EXPONENTS.get(self.optimizer, 1.0)
         return self.rate * by_width * math.sqrt(tokens_per_step / self.tokens_per_step)
 
 

@@ -209,6 +209,7 @@ def test_one_gpu_takes_muon():
 def test_a_measured_rate_goes_by_width(tmp_path):
     rates = Rates(0.008, 256, 16384, "adamw", "")
     assert rates.at(1024, 16384) == 0.002 and rates.at(1024, 65536) == 0.004
+    assert rates._replace(optimizer="galore").at(1024, 16384) == 0.002
     assert rates._replace(optimizer="muon").at(1024, 16384) == 0.004
     found = {"rate": 0.008, "width": 256, "optimizer": "adamw", "tokens_per_step": 4096}
     (tmp_path / "r.json").write_text(json.dumps(found))
