@@ -63,7 +63,7 @@ def savings(config: TrainConfig, planner: Planner, changes: Sequence[Changes]) -
 
 
 def spelled(config: TrainConfig, changes: Changes) -> str:
-    """Flags that make these changes, without implied ones."""
+    """The command-line flags of these changes, without flags that other flags imply."""
     changed = {name: v for name, v in changes.items() if getattr(config, name) != v}
     if changed.get("gradient_dtype") == changed.get("matmul_dtype"):
         changed.pop("gradient_dtype", None)
@@ -105,7 +105,7 @@ def shortages(plan: Plan, spec: DeviceSpec, limits: Limits) -> list[str]:
 
 
 def _largest(plan: Plan, places: Iterable[str]) -> str:
-    """Text with the three largest categories of one rank."""
+    """Text with the three largest categories of one rank's memory in `places`."""
     sizes: Counter[str] = Counter()
     for place in places:
         sizes.update(plan.usage.categories[place])
@@ -113,8 +113,8 @@ def _largest(plan: Plan, places: Iterable[str]) -> str:
 
 
 def advice(config: TrainConfig, planner: Planner, limits: Limits) -> list[str]:
-    """Return lines with the cheapest changes that make the run fit, as a list and as one command;
-    and flags of faster changes that round more."""
+    """Return lines with the cheapest changes that make the run fit, as a list and as one command. A
+    last line names faster changes that round more, if there are any."""
     exact = Shrinker(planner, limits).shrink(config, CAREFUL)
     found = savings(config, planner, exact)
     fits = _enough(found, limits)
@@ -159,7 +159,8 @@ def _slower(found: list[Saving]) -> float:
 
 
 def _saving_lines(found: list[Saving], planner: Planner, limits: Limits) -> list[str]:
-    """Lines with each change, its saving of the short memory, and its cost."""
+    """Lines with each change, the bytes that it saves of the memory that is too small, and its cost
+    in time."""
     device = limits.device is not None and found[0].device[0] > limits.device
     width = max(len(saving.flags) for saving in found)
     entries = []
@@ -174,7 +175,8 @@ def _saving_lines(found: list[Saving], planner: Planner, limits: Limits) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A remedy. config: the options to run with it; None if the remedy is no option."""
+    """A remedy for a run that does not fit. config: the run's options with the remedy; None if no
+    command shows the remedy."""
 
     text: str
     config: TrainConfig | None = None
@@ -183,8 +185,8 @@ class Way:
 def refusal(
     config: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]
 ) -> OutOfMemory:
-    """Return the error of a search without result: the least shortage, and remedies. config: with
-    the smallest micro-batch. fixed: names of options that keep their values."""
+    """Return the error for a search that found nothing: the least shortage, and remedies. config:
+    the run with the smallest micro-batch. fixed: names of options that keep their values."""
     shrinker = Shrinker(planner, limits, fixed)
     boundless = Shrinker(planner, Limits(device=limits.device), fixed)
     changes = _with_least_host_memory(config, boundless) or boundless.shrink(config, REARRANGING)
@@ -212,7 +214,8 @@ def refusal(
 
 
 def _with_least_host_memory(config: TrainConfig, boundless: Shrinker) -> list[Changes] | None:
-    """Return the changes that fit the device with the least host memory; None if none fit it."""
+    """Return the changes with which the run fits the device and needs the least host memory; None
+    if no changes make the run fit."""
     places = boundless.host_choices(config)
     if not places:
         return None
@@ -232,8 +235,8 @@ def _with_coarser_numbers(
 
 
 def _with_fp8(config: TrainConfig, shrinker: Shrinker, start: list[Changes]) -> Way | None:
-    """fp8 products as a remedy, on a card with fp8: operands take less memory, above all host
-    memory."""
+    """fp8 products as a remedy: operands take less memory, above all host memory. None on a card
+    without fp8, and if the run still does not fit."""
     of_formats = Shrinker(shrinker.planner, shrinker.limits, shrinker.fixed - set(FP8))
     then = of_formats.allowed(config, FP8) if shrinker.planner.card.fp8 else None
     if then is None or config.matmul_dtype == then.matmul_dtype:
@@ -260,8 +263,8 @@ def _with_shorter_sequences(
 def _with_a_smaller_model(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
 ) -> Way | None:
-    """The largest preset of the same architecture that fits, as a remedy. Its weights may be
-    missing, because nothing runs."""
+    """The largest preset of the same architecture that fits, as a remedy. The weights need not
+    exist, because a plan reads none."""
     planned = shrinker.planner.model
 
     def fits(name: str) -> bool:
@@ -279,7 +282,7 @@ def _with_a_smaller_model(
 
 
 def _last_that_fits(choices: Sequence[T], fits: Callable[[T], bool]) -> T | None:
-    """Return the last fitting choice of a sequence that begins with fitting ones; None if none
-    fits. Bisection, because each try takes a good part of a second."""
+    """Return the last choice that fits; None if no choice fits. All fitting choices must come
+    first: the search bisects, because each try takes a good part of a second."""
     count = bisect_left(choices, True, key=lambda choice: not fits(choice))
     return choices[count - 1] if count else None

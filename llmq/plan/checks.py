@@ -90,8 +90,8 @@ def check_sizes(model: ModelConfig, machine: Machine) -> None:
 
 
 def _limits(model: ModelConfig) -> Iterator[_Limit]:
-    """Yield the limits of all GPUs' kernels, under config.json's names of the sizes if it has
-    them."""
+    """Yield the limits of all GPUs' kernels. A size has its name in config.json, if it stands
+    there."""
     yield _Limit("hidden_size", model.hidden_size, VECTOR, MAX_COLUMNS)
     if model.experts is None or model.experts.layers is not None:
         yield _Limit("intermediate_size", model.intermediate_size, VECTOR)
@@ -113,7 +113,7 @@ def _limits(model: ModelConfig) -> Iterator[_Limit]:
 
 
 def _mixer_limits(model: ModelConfig) -> Iterator[_Limit]:
-    """Yield those of delta nets and state spaces."""
+    """Yield the limits of the kernels for delta nets and state spaces."""
     net = model.mixers
     if isinstance(net, Mamba):
         yield _Limit("mamba_d_state", net.key_dim, ssd.MULTIPLE, ssd.MAX_KEY)
@@ -128,7 +128,7 @@ def _mixer_limits(model: ModelConfig) -> Iterator[_Limit]:
 
 
 def _unsupported(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str | None:
-    """Why cuDNN cannot compute the model's attention on this GPU; None if it can."""
+    """The reason why cuDNN cannot compute the model's attention on this GPU; None if it can."""
     if model.attention_softcap is not None:
         return "it has no soft cap of scores, as this model"
     dtype = parse_dtype(config.model_dtype)
@@ -145,8 +145,8 @@ def installed_attention(config: TrainConfig, model: ModelConfig, spec: DeviceSpe
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
     """Return the backend for --attention on this machine: "native" or "cudnn" for both directions,
-    or "auto" (see `directions`). If cuDNN is missing or refuses: ConfigError for --attention cudnn,
-    else "native" with a warning."""
+    or "auto" (see `directions`). If cuDNN is missing or refuses the sizes, --attention cudnn raises
+    ConfigError, and otherwise a warning says that the result is "native"."""
     on_cpu = machine.kind == "host"
     unsupported = None if on_cpu else _unsupported(config, model, machine.spec)
     RULES.check(config, attention=AttentionHere(on_cpu=on_cpu, unsupported=unsupported))
@@ -181,7 +181,7 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
 
 
 def planner_of(model: ModelConfig, machine: Machine, backend: str) -> Planner:
-    """Return the planner of a machine's devices. backend: of `attention_backend`."""
+    """Return the planner of a machine's devices. backend: the result of `attention_backend`."""
     world, on_gpus = machine.world, machine.kind == "cuda"
     cards = cards_here(machine.specs) if on_gpus and not world.several else ()
     card = together(cards) if cards else card_here(machine.spec, world.size, cuda=on_gpus)
@@ -218,8 +218,8 @@ def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPl
 def plan_unchecked(
     config: TrainConfig, model: ModelConfig, machine: Machine
 ) -> tuple[Planner, RunPlan]:
-    """Return the planner and the plan of a run, whether it fits or not; errors else as of
-    plan_run."""
+    """Return the planner and the plan of a run, whether the plan fits or not. Raises ConfigError as
+    plan_run does."""
     check_machine(config, model, machine)
     backend = attention_backend(config, model, machine)
     planner = planner_of(model, machine, backend)

@@ -21,7 +21,7 @@ from llmq.runtime.plan_device import Trace, Work
 # Constants of cuDNN 9.19 on an H100; predictions are within 10 % of the times in
 # tests/plan/test_small_grids.py.
 KEY_BLOCK = 128
-LAST_BLOCKS = 0.22  # mean wait of a call for its last blocks, in units
+LAST_BLOCKS = 0.22  # mean wait of a call for its last blocks, in units (small_grids)
 
 
 def small_grids(cost: Cost, num_sms: int, beside: int) -> float:
@@ -29,12 +29,13 @@ def small_grids(cost: Cost, num_sms: int, beside: int) -> float:
     work.
 
     One block computes the gradients of KEY_BLOCK keys of a head, and walks over all queries from
-    there on. A head's blocks go from the longest to the shortest, one at a time on a
+    these keys on. A head's blocks go from the longest to the shortest, one at a time on a
     multiprocessor. A short block follows a long one, so a multiprocessor computes two blocks in the
     time of the longest, the unit here. A call takes a whole number of units, and waits for its last
     block. In a single call for all heads the next blocks fill idle multiprocessors.
 
-    beside: extra positions a query costs beside the visible ones, without division.
+    beside: positions that each query costs in addition to the visible ones, if heads are not
+    divided.
     """
     if cost.heads is None or cost.heads.parts == 1:
         return 1.0
@@ -51,35 +52,37 @@ PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer"
 # From h100_ops.txt and peers.json in benchmarks/, and products tuned for an H100.
 COPY_SHARE = 0.88  # share of the sheet's bandwidth in memory-bound kernels
 LAUNCH = 5e-6  # seconds of a launch beside its bytes or FLOPs: filling and draining the GPU
-GRAPH_LAUNCH = 2.5e-6  # the same of small kernels in a CUDA graph; not measured
+GRAPH_LAUNCH = 2.5e-6  # seconds of a small kernel's launch in a CUDA graph; not measured
 # Multiprocessors with 100 KB of shared memory (GeForce, workstations): the library's tiles are half
 # as large as on an H100, and at 2.5 GHz instead of 1.5 a launch fills and drains sooner. Both
 # numbers follow from llm.q's published speeds (published.md).
 SMALL, SMALL_TILES, SMALL_LAUNCH = (86, 89, 120, 121), 0.5, 3e-6
-# Rate of both directions together over one direction's rate: 48 of 55 GB/s each (h200_x4_bus.txt).
+# Rate of both directions together, divided by the rate of one direction alone: each has 48 instead
+# of 55 GB/s (h200_x4_bus.txt).
 BOTH_WAYS = 1.74
-# Kernels that access host memory directly reach this share of a copy's rate; key: True if they
-# write there (h200_bus.txt).
+# Kernels that access host memory directly reach this share of a copy's rate; key: True for kernels
+# that write there (h200_bus.txt).
 KERNEL_SHARE = {False: 0.94, True: 0.87}
 # Exchanges over NVLink beside kernels, as `llmq rig` measured two H200 (h200_rig); key: True with
-# NCCL. LINK_SHARE: rate of the largest gathers, over the card's `link`: 89 GB/s by 8 channels of
-# NCCL, 363 by copies. BESIDE_LINK: times that kernels take meanwhile.
+# NCCL. LINK_SHARE: rate of the largest gathers, divided by the card's `link`; 8 channels of NCCL
+# reached 89 GB/s, copies 363 GB/s. BESIDE_LINK: factor on the duration of kernels beside an
+# exchange.
 LINK_SHARE = {True: 0.40, False: 1.61}
 BESIDE_LINK = {True: 1.20, False: 1.10}
-# Exchanges through host memory; key: True with NCCL. HOST_SHARE: rate of both directions at once,
-# over the bus's one-way rate (two H200). HOST_MEMORY: bytes per second of host memory for all GPUs
-# and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone 55 in a
-# direction (h200_x4_staged.md, h200_x4_bus.txt).
+# Exchanges through host memory; key: True with NCCL. HOST_SHARE: rate of a direction while both are
+# busy, divided by the bus's one-way rate (two H200). HOST_MEMORY: bytes per second of host memory
+# for all GPUs and directions together (four H200). Plain copies of four H200 reach 134 to 180 GB/s
+# together; one H200 alone copies 55 GB/s in one direction (h200_x4_staged.md, h200_x4_bus.txt).
 HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speedup of fp8 products that sum with fewer bits
-# int8 products: their share of the peak, over the bf16 products' share. They run on Ampere's kind
-# of tensor cores, a part of those in Hopper and later servers. Hopper's is from h100_int8.md; the
-# others are not measured.
+# int8 products: their share of the peak, divided by the bf16 products' share; key: capability. They
+# run on Ampere's kind of tensor cores, a part of those in Hopper and later servers. Hopper's value
+# is from h100_int8.md; the other values are not measured.
 INT8_SHARE = {90: 0.43, 100: 0.25}
 INT8_SHARE_ELSEWHERE = 0.8
 # GeForce's tensor cores sum fp8 products in half precision at twice the rate of F32. Other authors'
-# kernels on Ada are 1 to 1.72 times as fast; ours has not run on a GeForce card.
+# kernels on Ada gain factors of 1 to 1.72; our kernel has not run on a GeForce card.
 HALF_SUMS = 1.5
 
 # Grouped products of experts reach this share of a dense product's rate, the mean of
@@ -87,41 +90,43 @@ HALF_SUMS = 1.5
 GROUPED_SHARE = 0.88
 
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores; not measured
-SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
+SOFTMAX = 100 / (989.4 / 132)  # CUDNN_ATTENTION: channels per bf16 TFLOP/s of a multiprocessor
 
 
 class Attention(NamedTuple):
-    """Speed of an attention kernel. rate: in the units of its table. causal: extra positions a
-    query costs at the diagonal, where scores are computed in vain, and at the start of its block.
-    edge: extra positions where a window begins; None if the kernel computes everything that the
-    window hides."""
+    """Speed of an attention kernel. rate: in the units of CUDNN_ATTENTION or NATIVE_ATTENTION.
+    causal: extra positions a query costs at the diagonal, where scores are computed in vain, and at
+    the start of its block. edge: extra positions where a window begins; None if the kernel computes
+    everything that the window hides."""
 
     rate: float
     causal: int
     edge: int | None
 
     def computed(self, seq_len: int, window: float) -> float:
-        """Twice the computed query-key pairs, or pairs of equal duration."""
-        edge = seq_len - window if self.edge is None else self.edge  # the window hides nothing
+        """Twice the number of computed query-key pairs; other work counts as pairs of equal
+        duration."""
+        edge = seq_len - window if self.edge is None else self.edge  # None: hidden pairs, too
         return _seen(seq_len, window) + self.causal * seq_len + edge * (seq_len - window)
 
 
 def _seen(seq_len: int, window: float) -> float:
-    """Twice the visible query-key pairs, the measure of FLOPs."""
+    """Twice the number of visible query-key pairs, to which FLOPs are proportional."""
     return window * (2 * seq_len - window)
 
 
 # cuDNN's kernels (deterministic backward). rate: share of the bf16 peak for an infinite head size.
-# The softmax of a score costs as much as SOFTMAX more channels on an H100; other cards have fewer
-# units for it beside their tensor cores. Edges and all numbers of our kernels are from
+# On an H100 the softmax of a score costs as much as 100 more channels; on other cards this number
+# grows with a multiprocessor's bf16 peak (SOFTMAX). Edges and all numbers of our kernels are from
 # h100_attention.txt.
 CUDNN_ATTENTION = {
     "attention_forward": Attention(1.2, 416, 230),
     "attention_backward": Attention(0.89, 725, None),
 }
-# Our kernels, by largest head size; rate: FLOP/s of a SM. 64 and 128 are measured. Above,
-# rates follow from reads of shared memory for a FLOP, which limit backward of 128 (1.2 and 1.6
-# times as many as there), and forward of 512 from two barriers for 32 keys.
+# Our kernels, by largest head size; rate: FLOP/s of a SM. The rates of 64 and 128 are measured.
+# Reads of shared memory limit backward of 128; larger heads need 1.2 and 1.6 times as many reads
+# for a FLOP, and their rates follow from this. The rate of forward with 512 follows from its two
+# barriers for every 32 keys.
 NATIVE_ATTENTION = {
     "attention_forward": {
         64: Attention(1.86e12, 370, 140),
@@ -140,9 +145,9 @@ NATIVE_ATTENTION = {
         MAX_HEAD_DIM: Attention(4.84e12, 125, None),
     },
 }
-# Attention is slower where keys and values of one head fill more than CACHED bytes of the cache, by
-# compute capability: Hopper's has 50 MB in two halves. Fitted to two runs, of 49,152 and 65,536
-# tokens with heads of 128 (h100_rows.md).
+# Attention is slower if the keys and values of one head fill more than CACHED bytes of the cache;
+# key: compute capability. Hopper's cache has 50 MB in two halves. Both numbers fit two runs, of
+# 49,152 and 65,536 tokens with heads of 128 (h100_rows.md).
 CACHED = {90: 20e6}
 UNCACHED = 1.09
 
@@ -155,8 +160,9 @@ class Delta(NamedTuple):
     turn: float = 0.0
 
 
-# Measured with heads of 128 and one or four sequences of 4,096 tokens: sm90 scans on an H200, the
-# others on an H100 (h100_delta_kernels.md). Other cards and sizes are taken to be as fast.
+# Measured with heads of 128 and one or four sequences of 4,096 tokens: sm90 kernels on an H200, the
+# other kernels on an H100 (h100_delta_kernels.md). Plans assume the same rates for other cards and
+# sizes.
 DELTA_RULE = {
     "delta_rule_prepare": Delta(1.0e12),
     "delta_rule_scan": Delta(1.35e12, 3.6e-6),
@@ -166,19 +172,20 @@ DELTA_RULE = {
     "delta_rule_scan_sm90": Delta(2.97e12, 1.05e-6),
     "delta_rule_states_sm90": Delta(1.29e12, 0.92e-6),
     "delta_rule_scan_backward_sm90": Delta(2.0e12, 1.22e-6),
-    # Not measured: taken to be as fast as the delta rule's, whose tiles and products they share.
+    # Not measured: plans assume the rates of the delta rule's kernels, whose tiles and products
+    # these kernels share.
     "ssd_prepare": Delta(1.0e12),
     "ssd_scan": Delta(1.35e12, 2.9e-6),
     "ssd_states": Delta(0.78e12, 1.6e-6),
     "ssd_scan_backward": Delta(1.08e12, 2.9e-6),
     "ssd_gradients": Delta(1.35e12),
 }
-CHUNK = 64  # tokens
+CHUNK = 64  # tokens of a chunk of the delta rule
 
 
 class Network(NamedTuple):
-    """Network between machines of equal numbers of GPUs. rate: bytes per second that each machine
-    sends and receives at once."""
+    """Network between machines with equally many GPUs. rate: bytes per second that each machine
+    sends and, at the same time, receives."""
 
     machines: int = 1
     rate: float = math.inf
@@ -188,7 +195,7 @@ ONE_MACHINE = Network()
 
 
 class Rates:
-    """Times of a card for each piece of work."""
+    """Durations of pieces of work on one card."""
 
     def __init__(
         self,
@@ -200,9 +207,9 @@ class Rates:
         visible_share: float = 1.0,
         network: Network = ONE_MACHINE,
     ):
-        """gpus: GPUs that share the host's memory. nccl: True if NCCL exchanges. peer_access: True
-        if GPUs may access each other's memory. visible_share: share of causal query-key pairs that
-        documents leave. Measurements of the card replace its sheet."""
+        """gpus: GPUs that share the host's memory. nccl: True if GPUs exchange data through NCCL.
+        peer_access: True if GPUs may access each other's memory. visible_share: share of causal
+        query-key pairs that document masks leave. Measured rates replace the card's data sheet."""
         card = card if peer_access else replace(card, link=0.0)
         self.card, self._visible, self._network = card, visible_share, network
         bf16, fp8 = card.sustained
@@ -212,7 +219,7 @@ class Rates:
         self._products["f32"] = F32_RATE * card.num_sms
         half = HALF_SUMS if card.sums_slowly else 1.0
         self._products["matmul_fp8_half"] = half * self._products["matmul_fp8"]
-        if card.fp8 == 0:  # also the stand-in for the CPU, which has fp8 products
+        if card.fp8 == 0:  # the card that stands for the CPU, too: the CPU has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self.memory = COPY_SHARE * 1e9 * card.bandwidth
         small = card.capability in SMALL
@@ -225,7 +232,7 @@ class Rates:
         self._beside = BESIDE_LINK[nccl] if over_link else 1.0
         self._transfers: dict[tuple, Transfers] = {}
         self._launches = self._links = None
-        self._slowest = 1.0  # relative to one GPU alone, while all work
+        self._slowest = 1.0  # slowest GPU's speed while all GPUs work, relative to one alone
         if card.measured is not None:
             self._launches = measured(card.measured)
             self._slowest = card.measured.slowest if gpus > 1 else 1.0
@@ -276,15 +283,15 @@ class Rates:
 
     @property
     def both_ways(self) -> tuple[float, float]:
-        """Factors on the times of a transfer to the card, and of one from it, while the bus carries
-        data the other way."""
+        """Factors on the duration of a transfer to the card, and of a transfer from the card, while
+        the bus carries data in the other direction."""
         measured_ratios = None if self._links is None else self._links.both_ways
         return measured_ratios or (2 / BOTH_WAYS, 2 / BOTH_WAYS)
 
     @property
     def beside_exchanges(self) -> tuple[float, float]:
-        """The same factors while GPUs exchange through the host; 1 without measurements, because
-        HOST_SHARE is of runs that also load."""
+        """The factors of both_ways while GPUs exchange data through the host. Without measurements
+        both are 1, because the runs behind HOST_SHARE loaded data, too."""
         return (1.0, 1.0) if self._links is None else self._links.beside_exchanges
 
     def transfers(self, work: Work) -> Transfers:
@@ -350,8 +357,8 @@ class Rates:
         window: int,
         visible: float = 1.0,
     ) -> float:
-        """Seconds of a BF16 attention or delta kernel by the sizes of its cost. way: the cost's
-        rate. flops: of the pairs that the window leaves."""
+        """Seconds of a BF16 attention or delta-rule kernel. way: `rate` of its Cost. flops: FLOPs
+        of the query-key pairs that the window leaves. visible: visible_share of Rates."""
         narrow = window
         entry, _, where = way.partition("/")
         if where == "delta":
@@ -368,7 +375,7 @@ class Rates:
             rate = min(kernel.rate * self.card.num_sms, self._products["matmul"])
             # Documents cost as much as a window that hides as many pairs.
             narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
-        keys = 2 * BF16.itemsize * head_dim * narrow  # bytes of what a query sees
+        keys = 2 * BF16.itemsize * head_dim * narrow  # bytes of visible keys and values
         if keys > CACHED.get(self.card.capability, math.inf):
             rate /= UNCACHED
         return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
@@ -399,7 +406,7 @@ def step_time(
 def rates_of(
     plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
 ) -> Rates:
-    """Return the rates of one of the plan's cards, arguments as of step_time."""
+    """Return the rates of `card` in this plan; arguments as in step_time."""
     gpus = plan.world_size // network.machines
     return Rates(
         card,
@@ -411,14 +418,14 @@ def rates_of(
     )
 
 
-# Bytes of 4-bit codes that a multiprocessor decodes in a second, by rows of a product: as found for
-# 7B on one H200.
+# Bytes of 4-bit codes that one multiprocessor decodes per second, by the largest number of rows of
+# the product. Measured with a 7B model on one H200.
 FOUR_BITS = ((8, 10e9), (16, 7.8e9), (math.inf, 3.8e9))
 
 
 class RolloutTime(NamedTuple):
-    """Predicted seconds of a rollout and its updates. sample: of all samples. score: by the
-    reference, 0 without one. train: of all updates."""
+    """Predicted seconds of a rollout and its updates. sample: seconds to generate all samples.
+    score: seconds of the reference model; 0 without one. train: seconds of all updates."""
 
     sample: float
     score: float
@@ -433,10 +440,10 @@ class RolloutTime(NamedTuple):
 def rollout_time(
     plan: Plan, generation: Generation, config: TrainConfig, card: Card
 ) -> RolloutTime:
-    """Return the time of a rollout of samples of --max-new-tokens behind prompts that leave no room
-    in --seq-len, so that each sample is a sequence. A pass over the last tokens of texts reads all
-    weights, and keys and values, at the card's bandwidth, or decodes weights, beside GRAPH_LAUNCH
-    for each launch."""
+    """Return the time of a rollout. Each sample has --max-new-tokens tokens behind the longest
+    prompt that --seq-len allows, so each sample fills a sequence. A decoding pass reads all keys
+    and values at the card's bandwidth. Each launch takes GRAPH_LAUNCH, and reads its weights at
+    this bandwidth or decodes them, whichever takes longer."""
     rates, new = rates_of(plan, card, 1.0, ONE_MACHINE), config.max_new_tokens
     prompts = -(-config.prompts_per_step // plan.world_size)
     texts, prompt = prompts * config.num_samples, config.seq_len - new
@@ -457,7 +464,7 @@ def rollout_time(
 
 
 def _decoding(trace: Trace, rates: Rates) -> float:
-    """Seconds of a pass over the last token of each text, without its keys and values."""
+    """Seconds of a pass over the last token of each text, without the reads of keys and values."""
     works = [item for item in trace if isinstance(item, Work)]
     seconds, carried = GRAPH_LAUNCH * len(works), Counter()
     for work in works:
@@ -523,7 +530,7 @@ def _step_time(plan: Plan, rates: Rates) -> StepTime:
 
 
 def micro_step_parts(trace: Trace, rates: Rates) -> np.ndarray:
-    """Seconds of a micro-step by PARTS, F64; nothing for the optimizer."""
+    """Seconds of a micro-step, F64 (PARTS,); 0 for the optimizer."""
     phase = replay(trace, rates)
     waits = max(phase.wall - sum(phase.busy.values()), 0.0)
     return np.array([(phase.busy | {"transfers": waits}).get(name, 0.0) for name in PARTS])

@@ -19,8 +19,8 @@ SAMPLE = 256  # sequences whose documents are read
 
 
 def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dict[str, Any] | None:
-    """Return the record of an epoch, for programs; None if files are read without packing or
-    weights, and need not be opened. problem: why nothing is known, such as missing files.
+    """Return facts about an epoch, for programs; None if no packing, document mask or weights make
+    it necessary to open the files. problem: the reason why nothing is known, such as missing files.
     visible_share: share of the causal query-key pairs that document masks leave; None without
     masks."""
     layout = SequenceLayout.of(config, config, config.pairs)
@@ -37,7 +37,7 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
         )
     except DataError as error:
         return {"problem": str(error)}
-    up = 0 if config.drop_last else 1  # 1: incomplete parts count
+    up = 0 if config.drop_last else 1  # 1: incomplete groups, batches and steps count
     readers = world_size // config.context_parallel
     groups = sum((count + up * (readers - 1)) // readers for count in data.plan.counts)
     sizes = (config.batch_size, config.grad_accumulation)
@@ -54,7 +54,8 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
 
 
 def _visible_share(data: DataSet, seed: int) -> float:
-    """Mean share of SAMPLE sequences, evenly spread over the first epoch."""
+    """Mean share of causal query-key pairs that document masks leave, in SAMPLE sequences evenly
+    spread over the first epoch."""
     of_places = [data.plan.counts[part] for part in data.plan.parts(seed, 0)]
     edges = list(accumulate(of_places, initial=0))
     chosen = np.unique(np.linspace(0, edges[-1] - 1, SAMPLE).astype(int))

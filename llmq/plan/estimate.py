@@ -1,7 +1,7 @@
 """Estimates of memory and time in a few milliseconds, from plans of a few layers.
 
-Each layer beyond the second adds the same as any other of its kind. So two small plans give any
-number of layers, plus one plan for each further kind, such as layers with and without a window.
+Each layer beyond the second adds as much as any other layer of its kind. So two small plans give
+any number of layers, plus one plan for each further kind, such as layers with and without a window.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual", "offload_between
 WITHOUT_UPDATE |= dict.fromkeys(
     ("batch_size", "grad_accumulation", "lmhead_chunks", "attn_bwd_chunks"), 1
 )
-WITHOUT_UPDATE["seq_len"] = 16  # least length of fp8
+WITHOUT_UPDATE["seq_len"] = 16  # least sequence length of fp8 products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Planner:
         )
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
-        """Return the exact plan. parts: as of make_plan."""
+        """Return the exact plan. parts: as in make_plan."""
         plan = make_plan(
             config,
             self.model,
@@ -111,8 +111,8 @@ class Planner:
 
     def with_fewest_parts(self, config: TrainConfig) -> TrainConfig:
         """Return the config with the fewest parts of attention's backward that need no more memory.
-        Parts bound a workspace that often lies where another phase of the step needs more; then one
-        part needs no more memory, and is faster. Results stay the same."""
+        Parts make a workspace smaller. Often another phase of the step needs more memory in the
+        same place; then fewer parts need no more memory, and are faster. Results stay the same."""
 
         def stack(parts: int) -> int:
             cut = replace(config, attn_bwd_chunks=parts)
@@ -124,11 +124,12 @@ class Planner:
         return replace(config, attn_bwd_chunks=next((n for n in fewer if stack(n) <= most), asked))
 
     def exact(self, config: TrainConfig) -> Estimate:
-        """Return the needs by the exact plan."""
+        """Return the needs of a config, from its exact plan."""
         return self._estimate(config, self._values(config, self.plan(config)))
 
     def estimate(self, config: TrainConfig) -> Estimate:
-        """Return the needs by plans of few layers, where these are cheaper."""
+        """Return the needs of a config, from plans of few layers if these are cheaper than the
+        exact plan."""
         if config not in self._estimates:
             self._estimates[config] = self._estimate(config, self._extrapolate(config))
         return self._estimates[config]
@@ -153,7 +154,7 @@ class Planner:
         nowhere = replace(everywhere, **without)
         none, all_ = self._extrapolate(nowhere), self._extrapolate(everywhere)
         mixed = none + recomputed / layers * (all_ - none)
-        mixed[1] = max(none[1], all_[1])  # the neediest layer decides the stack
+        mixed[1] = max(none[1], all_[1])  # the layers with the larger need decide the stack
         return mixed
 
     def _measure(self, config: TrainConfig, layers: tuple[int, ...]) -> np.ndarray:
@@ -174,19 +175,20 @@ class Planner:
         return self._measured[key]
 
     def _values(self, config: TrainConfig, plan: Plan) -> np.ndarray:
-        """F64 (3 + n,): bytes of arena, stack, host memory; seconds, as of `_times`."""
+        """F64 (3 + n,): bytes of arena, stack and host memory, then the n values of `_times`."""
         stack = plan.usage.sizes["stack"]
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
         return np.array([*memory, *self._times(config, plan)])
 
     def _sharing(self, config: TrainConfig) -> tuple[Card, ...]:
-        """The cards by rank if ranks have shares; () if all ranks do the same."""
+        """Each rank's card if ranks have shares of the micro-batches; () if all ranks do the same
+        work."""
         alike = () if config.share == EQUAL or self.gpus == 1 else (self.card,) * self.gpus
         return self.cards or alike
 
     def _times(self, config: TrainConfig, plan: Plan) -> Iterable[float]:
-        """The argument `times` of `_time`: seconds, each a sum over layers."""
+        """Seconds in the order in which `_time` reads them; each value is a sum over layers."""
         if cards := self._sharing(config):
             return times_of(plan, cards, self.visible_share).ravel()
         time = step_time(plan, self.card, self.visible_share, self.network)

@@ -73,7 +73,7 @@ class Fit:
         """Return the candidates of `found`. Raises OutOfMemory if nothing fits."""
         found = self.found()
         if not found and self.base.share == AUTO and "share" not in self.fixed:
-            plain = replace(self.base, share=EQUAL)  # which may divide more among ranks
+            plain = replace(self.base, share=EQUAL)  # equal shares may divide more state
             return Fit(plain, self.planner, self.limits, self.fixed | {"share"}).search()
         if not found:
             raise refusal(self.ladder()[0], self.planner, self.limits, self.fixed)
@@ -88,13 +88,14 @@ class Fit:
         return self.shrinker.can_fit(self.ladder()[0])
 
     def found(self) -> list[Candidate]:
-        """Return candidates that fit, the fastest first, at most SHOWN. Larger micro-batches are
-        faster until they have to save too much, so the search climbs from the middle."""
+        """Return at most SHOWN candidates that fit, the fastest first. Larger micro-batches are
+        faster until their savings of memory cost too much time, so the search climbs from the
+        middle."""
         ladder = self.ladder()
         ladder = ladder[: bisect_left(ladder, True, key=lambda config: not self._may_fit(config))]
         place, best = -1, len(ladder) // 2
         if ladder and self._speed(ladder[best]) == self._speed(ladder[0]) == 0:
-            ladder = []  # if neither fits, none does
+            ladder = []  # if neither the smallest nor this one fits, none does
         while ladder and best != place:
             place = best
             near = range(max(place - 1, 0), min(place + 2, len(ladder)))
@@ -113,8 +114,8 @@ class Fit:
 
     def fastest(self, worth: float) -> Candidate | None:
         """Return only the best candidate, in less time; None if nothing fits. The climb starts at
-        the micro-batch that is fastest without savings, and ends where a larger one could gain no
-        more than the share `worth`, or gains nothing."""
+        the micro-batch that is fastest without savings, and ends where a larger micro-batch could
+        be faster by at most the share `worth`, or is not faster."""
 
         def most(config: TrainConfig) -> float:
             return self.planner.estimate(config).speed
@@ -152,13 +153,14 @@ class Fit:
 
     def _may_fit(self, config: TrainConfig) -> bool:
         """True if the config fits the device with all savings of device memory."""
-        # It often fits unchanged, which shows sooner than with hundreds of chunks of logits.
+        # The config often fits unchanged, and this estimate is quicker than one with hundreds of
+        # chunks of logits.
         if not self.limits.excess(self.planner.estimate(config).device, 0):
             return True
         return not self.limits.excess(self.shrinker.least_device(config), 0)
 
     def _speed(self, config: TrainConfig) -> float:
-        """Tokens per second with the savings that it needs; 0 if it does not fit."""
+        """Tokens per second of the config with the savings that it needs; 0 if it does not fit."""
         batch = config.batch_size
         if batch not in self._found:
             near = min(self._changes, key=lambda known: abs(known - batch), default=None)
@@ -170,8 +172,8 @@ class Fit:
         return 0.0 if candidate is None else candidate.need.speed
 
     def _without_host_memory(self, config: TrainConfig) -> list[Candidate]:
-        """A candidate with the same micro-batch and no state in host memory; [] if that is no other
-        way to fit."""
+        """A candidate with the same micro-batch and no state in host memory; [] if the config has
+        none there anyway, or does not fit without."""
         if not any(getattr(config, name) for name in PLACES):
             return []
         batch = {name: getattr(config, name) for name in PRODUCT}
@@ -278,8 +280,8 @@ class EightBitGain:
 
 def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
     """Return the formats that make a step noticeably faster: fp8 products, an fp8 LM head beside
-    these, MLPs that keep codes, 8-bit moments. best: the result of `fit`. Formats are tried even if
-    the user gave others."""
+    these, MLPs that keep codes, 8-bit moments. best: the fastest candidate of `fit`. Formats are
+    tried even if the user gave other formats."""
     base = fit.base
     fp8 = {} if base.is_fp8 or base.matmul_dtype == "ternary" else FP8
     alone = _Tried(fit, best, {}, fit.changes_of(best))
@@ -295,12 +297,12 @@ def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
 
 
 class _Tried:
-    """A trial of formats, with everything else rearranged for them. gain: for the user. speed:
-    tokens per second; 0 if the card lacks the format, other options forbid it, or nothing fits.
-    changes: the rearrangement."""
+    """A trial of number formats, with all other options rearranged to fit. gain: the result, as the
+    user sees it. speed: tokens per second; 0 if the card lacks the format, other options forbid it,
+    or nothing fits. changes: the rearrangement."""
 
     def __init__(self, fit: Fit, best: Candidate, change: Changes, start: Sequence[Changes]):
-        """start: first changes to try, those of similar formats."""
+        """start: changes to try first, found for similar formats."""
         self._differs = any(getattr(fit.base, name) != value for name, value in change.items())
         self._fit, self.changes = fit, list(start)
         self._shrinker = Shrinker(fit.planner, fit.shrinker.limits, fit.fixed - set(change))
@@ -436,7 +438,7 @@ def choose(
     config: TrainConfig, model: ModelConfig, given: frozenset[str], reserve: int | None = None
 ) -> TrainConfig:
     """Return the fastest configuration that fits into this machine (`llmq train --auto`). given:
-    options that keep their values. reserve: as of target_here. Raises OutOfMemory if none fits."""
+    options that keep their values. reserve: as in target_here. Raises OutOfMemory if none fits."""
     where = target_here(config, model, reserve)
     found = SearchResult.of(Fit(config, where.planner(model), where.limits, given), where)
     print("\n".join(fit_report(found, where, shown=1)))
@@ -481,8 +483,8 @@ def _fits_by_size(
     presets: Iterable[str] | None = None,
 ) -> Iterator[tuple[str, Fit, PlanTarget]]:
     """Yield name, search and target of presets that may fit, the most parameters first. presets:
-    None: all. Without a limit of host memory all but ALONE must fit on the card. Presets that
-    contradict the options are left out."""
+    names to try; None: all presets. If host memory has no limit, a run may use ALONE bytes of it.
+    Presets that contradict the options are left out."""
     real = [name for name in presets or PRESETS if not name.startswith(_TOYS)]
     last_line = time.monotonic()
     for name in sorted(real, key=lambda name: parameter_count(PRESETS[name]), reverse=True):

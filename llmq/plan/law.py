@@ -14,19 +14,20 @@ from typing import NamedTuple
 from llmq.options.option_types import MUONS
 
 OTHER_TEXT = 0.25
-"""Relative error of a law's loss for other text: prose of web pages, in vocabularies of 32,768 to
-151,936, differs this much; code has a lower loss still."""
+"""Relative error of a law's loss on other texts: losses on prose of web pages, with vocabularies of
+32,768 to 151,936 ids, differ this much. Losses on code are even lower."""
 # Limits of repeated data and of excess parameters: beyond these, passes over the data and
 # parameters add hardly anything (Muennighoff et al., arXiv:2305.16264).
 PASSES, EXCESS = 15.4, 5.3
 MUON_TOKENS = 0.75
-"""Share of AdamW's tokens with which Muon had a lower loss than AdamW's best (docs/optimizer.md:
-three times, at 91M and 365M parameters). Other authors needed two thirds (docs/speed.md)."""
+"""Share of AdamW's tokens with which Muon had a lower loss than AdamW's best (docs/optimizer.md: in
+three comparisons, with 91M and 365M parameters). Other authors needed two thirds
+(docs/speed.md)."""
 
 
 class Law(NamedTuple):
     """E, A, B, alpha and beta of the form above; N in parameters, D in tokens, L in nats. source:
-    words for the user."""
+    the law's origin, as the user reads it."""
 
     E: float
     A: float
@@ -49,8 +50,8 @@ class Law(NamedTuple):
 
 
 def worth(amount: float, enough: float, times: float) -> float:
-    """Effective part of an amount: beyond `enough` it counts ever less, `times` x enough at
-    most."""
+    """Effective part of an amount: units beyond `enough` count ever less, together at most times *
+    enough."""
     if amount <= enough:
         return amount
     return enough * (1 + times * (1 - math.exp(-(amount / enough - 1) / times)))

@@ -19,9 +19,10 @@ NEAREST = 4  # measured products that predict another size
 TILE = 128 * 256  # elements of a product's tile on a multiprocessor
 TILE_DEPTH = 2048  # longer sums are split among multiprocessors
 LARGE = 16 << 20  # least bytes of a launch at the memory's rate
-# Time of bytes that our fused products move beside their matrices, relative to moving them alone;
-# the second factor is for codes in both layouts, which takes more computation. About the means of
-# h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 and, with codes in both layouts, 1.1 to 1.7.
+# Time that our fused products spend on the bytes beside their matrices, relative to a kernel that
+# only moves these bytes. The second factor is for codes in both layouts, which need more
+# computation. Both are about the means of h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 and, with
+# codes in both layouts, 1.1 to 1.7.
 EXPOSED, EXPOSED_TRANSPOSED = 0.9, 1.5
 
 Known = dict[tuple[int, ...], float]
@@ -30,7 +31,7 @@ Known = dict[tuple[int, ...], float]
 
 class More(NamedTuple):
     """Work of a launch beyond the library's product of the same matrices. nbytes: extra bytes.
-    transposes: True if it writes codes in both layouts."""
+    transposes: True if the launch writes codes in both layouts."""
 
     nbytes: int = 0
     transposes: bool = False
@@ -53,8 +54,8 @@ def exposed(more: More) -> float:
 
 
 class Measured:
-    """Launches of a card file. A launch unlike all measured ones gives None, and the data sheet
-    decides."""
+    """Measured launches of a card file. Methods return None for a launch unlike all measured ones;
+    then the data sheet gives its time."""
 
     def __init__(self, file: CardFile):
         self.file = file
@@ -63,7 +64,7 @@ class Measured:
         merged = defaultdict(lambda: defaultdict(list))
         for name, points in file.launches.items():
             words = tuple(name.split("/"))
-            # A fused product's time has its extra work: it stands for no other kind.
+            # A fused product's time includes extra work, so it predicts no other kind.
             longer = not set(LONGER).isdisjoint(words)
             for count in range(len(words) if longer else 1, len(words) + 1):
                 for sizes, seconds in points:
@@ -94,8 +95,8 @@ class Measured:
 
     def nearest(self, kind: Kind) -> tuple[tuple[int, ...], float] | None:
         """Sizes and seconds of the measurement nearest in size, of this kind or a similar one; None
-        if there is none. For attention: one of equal length, head size and window if possible, so
-        that only the number of heads differs, which does not change the kernel's work per head."""
+        if there is none. For attention, measurements of equal length, head size and window come
+        first: the number of heads does not change a kernel's work per head."""
         known = self._like(kind)
         if not known:
             return None
@@ -113,14 +114,14 @@ class Measured:
 
     def _product(self, kind: Kind, flops: int, device_bytes: int, besides: float) -> float | None:
         """Seconds of a product: as measured at its size, else at the mean rate of the nearest
-        sizes, weighted by nearness. A kind of LONGER is interpolated between two depths. Half a
-        wave of tiles, the mean idle part of the last wave, counts as work. besides: seconds of
-        extra work, in proportion to the result."""
+        sizes, weighted by nearness. A kind with a word of LONGER is interpolated between two
+        measured depths. Half a wave of tiles, the mean idle part of the last wave, counts as work.
+        besides: seconds of extra work, in proportion to the result."""
         known = self._like(kind)
         if not known:
             return None
         words = tuple(kind.name.split("/"))
-        itself = words in self._by_words  # measured with the extra work
+        itself = words in self._by_words  # this kind was measured, with its extra work
         if kind.sizes in known:
             return known[kind.sizes] + (0.0 if itself else besides)
         between = _between_depths(known, kind.sizes)
@@ -170,13 +171,15 @@ def half_wave(depth: int, num_sms: int) -> int:
 
 
 def _product_alone(seconds: float, besides: float) -> float:
-    """Seconds without extra work, but at least half: more extra work must be hidden."""
+    """Seconds of a product without its extra work, but at least half of `seconds`: the product
+    hides any more extra work."""
     return max(seconds - besides, seconds / 2)
 
 
 def _between_depths(known: Known, sizes: tuple[int, ...]) -> float | None:
-    """Seconds per element of the result, interpolated between depths, times the result's elements;
-    each depth counts its nearest size. None beyond the measured depths."""
+    """Seconds of a product, interpolated between two measured depths in seconds per element of the
+    result. The measurement nearest in size stands for its depth. None beyond the measured
+    depths."""
     depth = sizes[2]
     near: dict[int, tuple[int, ...]] = {}
     for other in sorted(known, key=lambda other: _distance(other[:2], sizes[:2]), reverse=True):
@@ -196,7 +199,7 @@ def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
 
 
 def _bandwidth(moves: list[Points]) -> float | None:
-    """Bytes per second of a typical memory-bound kernel; None without a large one."""
+    """Bytes per second of a typical memory-bound kernel; None if no large kernel was measured."""
     large = [sizes[0] / t for points in moves for sizes, t in points if sizes[0] >= LARGE]
     return statistics.median(large) if large else None
 
@@ -231,9 +234,9 @@ class RigLinks:
 
     @property
     def beside_exchanges(self) -> tuple[float, float]:
-        """The factors of Rates.beside_exchanges: of measured loads beside exchanges, else of plain
-        copies in both directions. 1 without measured exchanges, because the data sheet then gives
-        the exchanges."""
+        """The factors of Rates.beside_exchanges, from loads measured beside exchanges, else from
+        plain copies in both directions. Without measured exchanges both are 1, because the data
+        sheet then gives the time of exchanges."""
         if self._bus is None or not self._exchange:
             return 1.0, 1.0
         into, out = self.both_ways
@@ -263,7 +266,8 @@ class RigLinks:
 
 def exchange_seconds(points: Points, received: int) -> float:
     """Seconds of a collective in which a GPU receives `received` bytes, on the line between two
-    measured sizes. Smaller sizes take the smallest one's time, a latency of its parts."""
+    measured sizes. Smaller sizes take as long as the smallest measured size, whose time is
+    latency."""
     times = sorted((sizes[0], seconds) for sizes, seconds in points)
     place = bisect_left(times, (received, 0.0))
     if place == len(times):

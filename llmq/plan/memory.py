@@ -26,7 +26,7 @@ from llmq.state.rules.rule import SCALES
 
 
 class OutOfMemory(LlmqError):
-    """A plan that does not fit; the details advise changes, with a whole command."""
+    """The error for a plan that does not fit; its details advise changes, with a whole command."""
 
 
 # CUDA's memory beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
@@ -56,7 +56,7 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
 
 
 def page_tables(pinned: int, spec: DeviceSpec) -> int:
-    """Bytes of each GPU's page table for its machine's pinned memory: 8 per 4 KiB."""
+    """Bytes of each GPU's page table for its machine's pinned memory: 8 bytes for 4 KiB."""
     return 0 if spec == HOST_SPEC else pinned // 512
 
 
@@ -65,7 +65,7 @@ DESKTOP_BYTES = 512 * MIB
 
 
 def kept_free(name: str, available: int, asked: int | None, *, drives_display: bool = False) -> int:
-    """Bytes of the available ones that a search leaves free on a card of this name (--reserve).
+    """Bytes of the `available` memory that a search leaves free on a card of this name (--reserve).
     asked: the option's value; None: room for a desktop, unless the card is made for servers and
     drives no display. ConfigError if nothing would be left."""
     if asked is None:
@@ -99,8 +99,8 @@ class Limits:
         return Limits(device=device, host=host)
 
 
-# Host memory of a run beside pinned memory, an estimate: interpreter and CUDA libraries, and the
-# driver's for each GPU.
+# Estimated host memory of a run beside pinned memory: PROCESS_BYTES for the interpreter and CUDA
+# libraries, DRIVER_BYTES for the driver of each GPU.
 PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
 
 
@@ -150,12 +150,12 @@ def allocator_table(usage: Usage, others: dict[str, int] | None = None) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
-    """Bytes of tensors on the disk; other files take some KiB, beside the tokenizer's. checkpoint:
-    of one checkpoint. kept: checkpoints at the end. every: `kept` grows by one after this many
-    steps, because only the data tell the number of steps; None if it does not grow. deletes: True
-    if older checkpoints are deleted, each after the next one is complete. model: of the exported
-    model. at_most: True with --keep-best, whose numbers decide how often a better checkpoint
-    comes."""
+    """Bytes of tensors on the disk. All other files but the tokenizer's take some KiB. checkpoint:
+    bytes of one checkpoint. kept: number of checkpoints at the end. every: number of steps after
+    which `kept` grows by one, if only the data tell the number of steps; None if `kept` is final.
+    deletes: True if older checkpoints are deleted, each after the next one is complete. model:
+    bytes of the exported model. at_most: True with --keep-best: `kept` and `every` are limits,
+    because evaluations decide which checkpoints stay."""
 
     checkpoint: int
     kept: int
@@ -194,7 +194,8 @@ RATED = 600e12  # bytes that makers promise of a consumer's disk of 1 TB (TBW)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdUse:
-    """Scratch files of a machine's ranks: their bytes, and those that a step reads and writes."""
+    """Scratch files of a machine's ranks: bytes of the files, and bytes that a step reads and
+    writes."""
 
     nbytes: int
     read: int
@@ -210,7 +211,7 @@ class SsdUse:
         return cls(nbytes=nbytes, read=read, written=written)
 
     def words(self, seconds: float | None) -> str:
-        """The use in words. seconds: of a step; None if they are not known."""
+        """The use in words. seconds: duration of a step; None if unknown."""
         size, read, written = (
             f"{n / 2**30:.1f} GiB" for n in (self.nbytes, self.read, self.written)
         )
@@ -267,9 +268,9 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
 
 
 def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
-    """Number that stays, DiskUse.every, and True if older ones go; an upper bound with --keep-best.
-    Checkpoints are written at multiples of the interval before the last step, at evaluations of
-    --keep-best, and at the last step (training state)."""
+    """Number of checkpoints that stay, DiskUse.every and DiskUse.deletes; with --keep-best the
+    number is an upper bound. Checkpoints are written at multiples of the interval before the last
+    step, at evaluations of --keep-best, and at the last step (training state)."""
     keep, best = config.ckpt_keep_n, config.keep_best
     periods = [config.ckpt_interval]
     if best is not None:
@@ -298,7 +299,8 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
 
 
 def _spared(keep: Keep, periods: list[int], steps: int, last: int) -> int:
-    """Number that stays beside the newest and major ones, at the end of `steps` steps."""
+    """Number of checkpoints that stay beside the newest and the major ones, at the end of `steps`
+    steps."""
     count, found = 2 * (keep.newest + PROVEN), {steps} if last else set()
     for period in periods:
         newest = (steps - 1) // period

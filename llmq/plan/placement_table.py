@@ -15,7 +15,7 @@ NAMES = {dtype: name for name, dtype in OPTION_DTYPES.items()}
 
 
 def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
-    """Slabs of equal placement, neighbours joined under one name: "layers.0-27"."""
+    """Names and placements of slabs; neighbours of equal placement share a name, "layers.0-27"."""
     groups = []
     kinds = [(name.partition(".")[0], slab) for name, slab in placement.slabs.items()]
     for (_, alike), run in groupby(zip(kinds, placement.slabs, strict=True), itemgetter(0)):

@@ -27,7 +27,7 @@ from llmq.runtime.plan_device import PlanDevice, Trace, Work
 from llmq.runtime.world import World
 from llmq.state.placement import Placement, mesh_of, place, table_of
 
-SLOTS = (64, 32, 16, 8, 4, 2, 1)  # texts that are continued at a time, the most that fit
+SLOTS = (64, 32, 16, 8, 4, 2, 1)  # numbers of texts continued at a time; the first that fits
 PARTS = ("micro_steps", "update", "evaluation")  # parts of a plan
 COUNTED = ("flops", "traffic", "launches")
 
@@ -57,11 +57,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Counts of one optimizer step. usage, flops, traffic (bytes), launches: of one rank.
-    placement: where weights, gradients and moments are. sources: sources of its kernels, and of an
-    evaluation's. micro_steps: trace of each kind of micro-step, with the number of such
-    micro-steps; update: trace of the work after them; evaluation: of a micro-batch. machines: of
-    all ranks. shards: parts of the state. gpus: ranks of one machine, None if it has all."""
+    """Counts of one optimizer step. usage, flops, traffic (bytes), launches: the counts of one
+    rank. placement: where weights, gradients and moments are. sources: sources of the kernels of a
+    step and an evaluation. micro_steps: trace of each kind of micro-step, with the number of such
+    micro-steps; update: trace of the work after the micro-steps; evaluation: trace of one
+    micro-batch. machines: number of machines. shards: number of parts of the state. gpus: number of
+    ranks of one machine; None if there is only one machine."""
 
     usage: Usage
     world_size: int
@@ -147,9 +148,9 @@ def _planned_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Generation in the memory of a step's activations. sizes: of its `Generator`. passes: trace of
-    each kind of pass, by kind ("prefill", "decode") and tokens. token_bytes: of a token's keys and
-    values. blocks_bytes: of all blocks."""
+    """Generation in the memory of a step's activations. sizes: arguments of its `Generator`.
+    passes: trace of each kind of pass, by kind ("prefill", "decode") and number of tokens.
+    token_bytes: bytes of one token's keys and values. blocks_bytes: bytes of all blocks."""
 
     sizes: dict[str, int]
     passes: dict[tuple[str, int], Trace] = field(repr=False)
@@ -157,7 +158,7 @@ class Generation:
     blocks_bytes: int
 
     def texts(self, tokens: int) -> int:
-        """Texts of so many tokens that are continued at a time."""
+        """Number of texts of `tokens` tokens that are continued at a time."""
         return max(min(self.sizes["slots"], self.sizes["blocks"] // Generator.blocks_of(tokens)), 1)
 
 
@@ -170,7 +171,8 @@ def plan_generation(
     plan: Plan,
 ) -> Generation:
     """Return the `Generator` that continues the most texts of up to --seq-len tokens within the
-    memory of a step's activations. plan: of the step. ConfigError if not even one text fits."""
+    memory of a step's activations. plan: the plan of the step. ConfigError if not even one text
+    fits."""
     for slots in SLOTS:
         dev, step, _ = _planned_step(config, model, spec, backend, plan.world_size, plan.machines)
         arena = dev.arenas["device"]
@@ -279,8 +281,9 @@ def _run(
 
 def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:
     """Numbers of the micro-steps to run, each with the number of micro-steps that it represents.
-    All micro-steps between the first and the last are alike. A single rank squares sums in the last
-    one only: counting all as such is faster to plan, and 0.5 % off."""
+    All micro-steps between the first and the last are alike. A single rank squares sums only in the
+    last micro-step; the plan counts all but the first like the last, which is faster and 0.5 %
+    off."""
     last = max(count - 1, 1)
     middle = {1: count - 2, count - 1: 1} if world_size > 1 else {last: count - 1}
     kinds = {0: 1} | middle

@@ -28,7 +28,8 @@ from llmq.state.params import parameter_count
 from llmq.state.placement import place, table_of
 
 BASE = "Qwen3-0.6B"
-"""Preset whose architecture recipes use: RMSNorm of queries and keys tolerates high rates."""
+"""Preset whose architecture recipes use: its RMSNorm of queries and keys allows high learning
+rates."""
 DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48)
 WIDTH = 64  # channels for each block, as in nanochat: the depth sets the size
 
@@ -38,7 +39,7 @@ RIG_ERROR = 0.05  # error of steps predicted by a rig's own rates (docs/planning
 # After a trial: relative error of a step's time (clocks fall while a card warms up), and error of
 # the start in seconds.
 TRIED_ERROR, TRIED_OFF = 0.02, 3.0
-GUESS = 0.35e12  # first guess: FLOP/s per TFLOP/s of peak
+GUESS = 0.35e12  # first guess of a step's FLOP/s, per TFLOP/s of the bf16 peak
 ROUNDS = 3  # iterations between speed and tokens per step
 # A larger micro-batch is tried only if it promises this relative speedup: ROUGH while sizes are
 # compared, THOROUGH for the best sizes. CLOSE: relative difference of losses that such a speedup
@@ -54,19 +55,20 @@ FP8_LOSS = 1.002  # factor on the loss: 0.07 and 0.21 % more after 540 steps (do
 
 # Li et al., arXiv:2503.04715, for AdamW: N in parameters without embeddings, D in tokens.
 BATCH = (0.58, 0.571)  # tokens per step: 0.58 D^0.571
-# Muon tolerates up to four times as many tokens per step. Twice as many gave the lower loss in runs
-# of equal time, in which they trained 18 to 30 % more tokens
+# Muon tolerates up to four times as many tokens per step. Twice as many gave a lower loss in runs
+# of equal time, because these trained 18 to 30 % more tokens
 # (benchmarks/h200/2026-11-26/h200_recipe_around).
 MUON_BATCH, MUON_GAIN = 4, 1.15
 RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
 MOST_RATE = 0.004  # the formula gives more below its smallest models
 # Muon's rate is MUON_RATE / sqrt(width), at most MOST_RATE. Keller Jordan's 0.02 corresponds to
 # 0.1, because our rule multiplies changes by 0.2 sqrt(width). In our runs 0.004 was best at 256 and
-# 512 channels with MUON_STEP tokens per step; with fewer it falls as their root
-# (docs/optimizer.md).
+# 512 channels with MUON_STEP tokens per step; with fewer tokens per step the best rate falls as
+# their root (docs/optimizer.md).
 MUON_RATE, MUON_STEP = 0.08, 16384
-# Ratio of AdamW's rate, for all other parameters, to Muon's: four was best with 8 and 16 million
-# tokens, and no better than one with 98 million (benchmarks/h200/2026-11-26/h200_law).
+# Ratio of AdamW's rate, for all other parameters, to Muon's: a ratio of four was best in runs of 8
+# and 16 million tokens, and no better than a ratio of one with 98 million
+# (benchmarks/h200/2026-11-26/h200_law).
 TABLES, TABLES_TOKENS, TABLES_EXPONENT = 4.0, 16e6, -0.25
 # Exponents of 1 / width in the best rate: 1 for AdamW (Yang et al., arXiv:2203.03466) and all rules
 # not named here; a change by Muon has the same singular values at any width, times 0.2 sqrt(width).
@@ -77,7 +79,7 @@ MOST_PASSES = 4
 """Most passes over the data in a recipe: this many are worth nearly as much as new data
 (arXiv:2305.16264). Larger models memorize data sooner: of 55 and 91 million parameters on 24
 million tokens, the losses of 7 and of 4 passes were 0.5 and 0.15 above the law (docs/recipe.md)."""
-CARRIED = 2.0  # parameters per token above which the passes fall as the root
+CARRIED = 2.0  # parameters per token; above, fewer passes count, by the root of the ratio
 
 CHOSEN = {"steps", "epochs", "max_hours"}
 """Options that follow from the hours and cannot be given."""
@@ -231,7 +233,7 @@ def _nearest_power(number: float) -> int:
 
 
 def published_rate(parameters: float, tokens: float) -> float:
-    """Learning rate by the published formula. parameters: without embeddings."""
+    """Learning rate by the published formula. parameters: their number without embeddings."""
     factor, of_size, of_tokens = RATE
     return min(factor * parameters**of_size * tokens**of_tokens, MOST_RATE)
 
@@ -247,12 +249,12 @@ class Search:
         where: Callable[[TrainConfig, ModelConfig], PlanTarget],
         wanted: Wanted,
     ):
-        """config, model: as given; fixed: names of options that keep their values. where: function
-        that gives the machine for a run."""
+        """config, model: as the user gave them; fixed: names of options that keep their values.
+        where: function that gives the machine for a run."""
         self.config, self.model, self.fixed = config, model, fixed
         self.where, self.wanted = where, wanted
         self.tried: list[Recipe] = []
-        self._flops = 0.0  # FLOP/s of the last plan, the next one's first guess
+        self._flops = 0.0  # FLOP/s of the last plan, the first guess for the next plan
         self._planners: dict[tuple[ModelConfig, str], Planner] = {}
         chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings"} & fixed
         self.shapes = [{}] if chosen & fixed else [sizes_of(depth) for depth in DEPTHS]
@@ -315,8 +317,9 @@ class Search:
         return "adamw" if self.where(self.config, self.model).world_size > 1 else "muon"
 
     def _climb(self, change: dict[str, Any], start: int | None) -> tuple[Recipe, int] | None:
-        """The best size with these options, and its index in `shapes`; None if none fits. The
-        search moves from size to size as long as the loss falls. start: first index."""
+        """The recipe of the best size with these options, and its index in `shapes`; None if no
+        size fits. The search moves from size to size as long as the loss falls. start: first
+        index."""
         known: dict[int, Recipe | None] = {}
 
         def loss(place: int) -> float:
@@ -335,7 +338,7 @@ class Search:
         return None if known[best] is None else (known[best], best)
 
     def _guess(self) -> int:
-        """First size to try: 20 tokens per parameter."""
+        """Index of the first size to try: the hours suffice for 20 tokens per parameter."""
         if len(self.shapes) == 1:
             return 0
         where = self.where(self.config, self.model)
@@ -344,7 +347,7 @@ class Search:
         return min(range(len(counts)), key=lambda n: abs(math.log(flops / (120 * counts[n] ** 2))))
 
     def _made(self, change: dict[str, Any]) -> Recipe | None:
-        """The recipe with these fields; None if they fit neither memory nor hours."""
+        """The recipe with these fields; None if its run does not fit into memory or hours."""
         shape = {name: value for name, value in change.items() if name in SIZES}
         model = resized(self.model, shape)
         try:
@@ -395,7 +398,7 @@ class Search:
         need: Estimate,
     ) -> Recipe | None:
         """The recipe for a config that fits; None if the hours are too few for one step. base: as
-        of Recipe."""
+        in Recipe."""
         config, seconds = self._timed(config, model, where, need)
         if config.steps < 1:
             return None
@@ -472,7 +475,8 @@ class Search:
     def _rates(
         self, config: TrainConfig, model: ModelConfig, tokens: int, step: int
     ) -> tuple[dict[str, float], str]:
-        """Learning rates by field, and their reason. tokens: of the run; step: tokens per step."""
+        """Learning rates by field, and their reason. tokens: tokens of the run; step: tokens per
+        step."""
         rates, muon = self.wanted.rates, config.optimizer in MUONS
         if rates is not None and rates.optimizer == config.optimizer:
             why = (

@@ -18,7 +18,7 @@ from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.target import MachineOptions, PlanTarget, target, target_here
 
 JOULES_PER_KWH = 3.6e6
-POWER_ERROR = 0.1  # error of the energy: cards other than H100 draw another share
+POWER_ERROR = 0.1  # relative error of energy: other cards draw another share of their limit
 
 
 def run_recipe(
@@ -37,11 +37,11 @@ def run_recipe(
     json: bool = False,
 ) -> TrainConfig:
     """Choose the options of a run of `hours` hours, print the prediction, and write the options to
-    `out`. config, model: with the options of `fixed` as given. asked: the machine; this one if no
-    card is named. data: True if the training files exist. rates: file of `llmq sweep-lr`. price: of
-    a GPU's hour; kwh_price: of electricity. timed: function that tries a recipe; its seconds then
-    replace the plan's. Raises OutOfMemory if nothing fits, and ConfigError if no prediction is
-    possible."""
+    `out`. config, model: the options as given; fixed: names of options that keep their values.
+    asked: the machine; without a card, this machine. data: True if the training files exist. rates:
+    file of `llmq sweep-lr`. price: price of an hour of one GPU; kwh_price: price of a kWh. timed:
+    function that tries a recipe; the measured seconds then replace the planned ones. Raises
+    OutOfMemory if nothing fits, and ConfigError if no prediction is possible."""
     check_new(out, "--out")
     _check(config, fixed)
 

@@ -20,9 +20,9 @@ from llmq.runtime.plan_device import Mark, Trace, Work
 class Transfers(NamedTuple):
     """Seconds that a piece of work keeps each carrier busy; unused carriers are left out. carriers:
     the bus to the card ("load") and from it ("store"), "link", "host" (host memory), "network",
-    "disk".
-    load, store: the seconds of these two that grow while the bus carries data the other way.
-    exchange: True if GPUs exchange over the bus, both ways at once."""
+    "disk". load, store: the part of the seconds of "load" and "store" that grows while the bus
+    carries data in the other direction. exchange: True if GPUs exchange over the bus, both ways at
+    once."""
 
     carriers: dict[str, float]
     load: float = 0.0
@@ -33,8 +33,8 @@ class Transfers(NamedTuple):
     def of(
         cls, load: float, store: float, exchange: tuple[float, float], **others: float
     ) -> Transfers:
-        """exchange: seconds on the bus in each direction, at the rate of both directions at
-        once."""
+        """exchange: seconds of an exchange on the bus to the card and from it, at the rate while
+        both directions are busy."""
         into, out = exchange
         carriers = {"load": load + into, "store": store + out} | others
         needed = {name: seconds for name, seconds in carriers.items() if seconds}
@@ -61,7 +61,7 @@ class Rates(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """One replayed trace, in seconds. busy: of the main stream by part. wall: until all streams are
-    done. load, store: of the bus, as in Transfers."""
+    done. load, store: seconds of the bus, as in Transfers."""
 
     busy: dict[str, float]
     wall: float
@@ -112,8 +112,8 @@ class _Moved(NamedTuple):
 def _longer(moved: list[_Moved], phase: Phase, rates: Rates) -> dict[int, Transfers]:
     """Lengthened transfers by index in the trace. Each direction of the bus slows all its transfers
     by one factor, for the share of the phase in which the other direction is busy. A transfer and
-    an exchange through the host that waited for each other really share the bus: for that long the
-    transfer meets traffic of the other direction."""
+    an exchange through the host that waited for each other really share the bus: during this wait
+    the transfer meets traffic of the other direction."""
     exchanges = [span for span in moved if span.needs.exchange]  # exchanges run one after the other
     if not exchanges and not (phase.load and phase.store):
         return {}
@@ -163,8 +163,8 @@ def _overlap(start: float, end: float, other_start: float, other_end: float) -> 
 
 
 class _Carriers:
-    """Carriers, each with one transfer at a time. moved: finished pieces. load, store: seconds of
-    the bus, as in Phase."""
+    """Carriers, each with one transfer at a time. moved: finished pieces of work. load, store:
+    seconds of the bus, as in Phase."""
 
     def __init__(self) -> None:
         self._free: defaultdict[str, float] = defaultdict(float)
@@ -183,7 +183,7 @@ class _Carriers:
 
 
 def _replay(timed: list[_Timed], slowdown: float) -> tuple[Phase, list[_Moved]]:
-    """Replay once. slowdown: as of Rates."""
+    """Replay once. slowdown: as in Rates."""
     streams: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
@@ -234,9 +234,9 @@ class _GoingOn:
         return min(sum(_overlap(start, start + seconds, s, e) for s, e in self._times), seconds)
 
     def wait(self, start: float, seconds: float) -> float:
-        """Seconds by which other streams' kernels delay a kernel. Their blocks, more than fit at
-        once, occupy the multiprocessors or wait there for the bus, and come before the blocks of
-        later launches: a launch waits for a whole kernel."""
+        """Seconds by which other streams' kernels delay a kernel. These kernels have more blocks
+        than fit at once. Their blocks occupy the multiprocessors, or wait there for the bus, and
+        come before blocks of later launches: so a later launch waits for a whole kernel."""
         self._forget(start)
         now, end = start, start + seconds  # now: end of the intervals so far
         for s, e in sorted(self._times):

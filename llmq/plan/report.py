@@ -97,7 +97,7 @@ def run_plan(
 
 
 def _beside_teacher(where: PlanTarget, config: TrainConfig, model: ModelConfig) -> PlanTarget:
-    """The machine with what a teacher leaves of its memory. config, model: of the teacher."""
+    """The machine with the memory that a teacher leaves. config, model: the teacher's."""
     plan = where.planner(model).plan(config)
     needed, limits = needed_bytes(plan, where.spec), where.limits
     device = limits.device and max(limits.device - needed, 0)
@@ -108,7 +108,8 @@ def _beside_teacher(where: PlanTarget, config: TrainConfig, model: ModelConfig) 
 def plan_report(
     plan: Plan, record: dict[str, Any], where: PlanTarget, disk: dict[str, str]
 ) -> list[str]:
-    """Lines of the plan for people. record: as for programs. disk: facts about the disk."""
+    """Lines of the plan for people. record: the result of plan_record and more facts. disk: facts
+    about the disk."""
     needed, limit, count = record["needed_bytes"], where.limits.device, record["trained_parameters"]
     free = None if limit is None or needed > limit else {"Free": limit - needed}
     trained = "" if count == record["parameters"] else f", and {count:,} that are trained"
@@ -135,8 +136,8 @@ def plan_report(
 def _rollout(
     config: TrainConfig, model: ModelConfig, plan: Plan, where: PlanTarget
 ) -> dict[str, Any]:
-    """The rollout of `llmq rl`, for programs. Its memory is the activations', which the plan of the
-    step counts. seconds is null without a card."""
+    """The rollout of `llmq rl`, for programs. It uses the memory of the activations, which the plan
+    of the step counts. seconds is null without a card."""
     made = plan_generation(config, model, where.spec, where.backend, plan)
     time = rollout_time(plan, made, config, where.card) if where.named else None
     return {

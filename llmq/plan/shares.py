@@ -12,13 +12,13 @@ from llmq.plan.cost import PARTS, Rates, StepTime, micro_step_parts, rates_of
 from llmq.plan.plan import Plan
 from llmq.plan.replay import replay
 
-ROWS = 4  # of `card_times`
+ROWS = 4  # rows of `card_times`
 
 
 def card_times(plan: Plan, rates: Rates) -> np.ndarray:
-    """Seconds F64 (ROWS, PARTS) on a card: of the first micro-step of a step, one between the first
-    and the last, the last, and the update. In a step of two, which has none between, that is taken
-    to be as long as the first. A part that the plan lacks takes no time."""
+    """Seconds F64 (ROWS, PARTS) on a card. The rows: a step's first micro-step, one between the
+    first and the last, the last micro-step, and the update. Without one between, its row has the
+    times of the first. Parts that the plan lacks take no time."""
     times = np.zeros((ROWS, len(PARTS)))
     traces = [trace for trace, _ in plan.micro_steps]
     if traces:
@@ -30,25 +30,25 @@ def card_times(plan: Plan, rates: Rates) -> np.ndarray:
 
 
 def times_of(plan: Plan, cards: Sequence[Card], visible_share: float = 1.0) -> np.ndarray:
-    """Seconds F64 (cards, ROWS, PARTS), as of `card_times`. cards: by rank."""
+    """Seconds F64 (cards, ROWS, PARTS): `card_times` of each card. cards: each rank's card."""
     found = {card: card_times(plan, rates_of(plan, card, visible_share)) for card in {*cards}}
     return np.array([found[card] for card in cards])
 
 
 def speeds(times: np.ndarray) -> list[float]:
-    """Micro-batches in a second by rank. times: of `times_of`."""
+    """Micro-batches per second of each rank. times: the result of `times_of`."""
     return (1 / times[:, 1].sum(axis=1)).tolist()
 
 
 def shares_of(config: TrainConfig, times: np.ndarray) -> list[int]:
-    """Micro-batches of a step by rank. times: of `times_of`."""
+    """Each rank's number of micro-batches in a step. times: the result of `times_of`."""
     rates = speeds(times) if config.share == AUTO else config.shares or [1.0] * len(times)
     return apportion(config.grad_accumulation * len(times), rates)
 
 
 def shared_time(config: TrainConfig, times: np.ndarray) -> StepTime:
-    """Time of a step: of the rank whose micro-batches take longest, and of the slowest update.
-    times: of `times_of`."""
+    """Time of a step: the time of the rank whose micro-batches take longest, and of the slowest
+    update. times: the result of `times_of`."""
     micro_steps = []
     for (first, between, last, _), share in zip(times, shares_of(config, times), strict=True):
         micro_steps.append(last if share == 1 else first + (share - 2) * between + last)

@@ -23,7 +23,7 @@ TROUBLE = 1e-3  # cost of any change, as a share of a step's time
 NEARLY = 0.9  # least memory of device and host together varies by this factor
 TRIES = 3  # choices of state in host memory that are pursued
 
-Saver = Callable[[TrainConfig], Changes]  # the changes; {} if they do nothing
+Saver = Callable[[TrainConfig], Changes]  # returns changes; {} if they do nothing
 
 
 def savers(use: str) -> tuple[Saver, ...]:
@@ -59,11 +59,11 @@ class Shrinker:
     def shrink(
         self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes] = ()
     ) -> list[Changes]:
-        """Return changes to make in this order, none superfluous; they may not be enough. Greedy:
-        the next change costs the least time for each byte over the limit. start: first changes to
-        try, such as those of a similar configuration. If both memories are short, greed can fill
-        host memory, or files, with the wrong state: then the state in host memory is chosen
-        first."""
+        """Return changes to make in this order, none superfluous; all of them may not be enough.
+        The search is greedy: the next change costs the least time for each byte over the limit.
+        start: first changes to try, such as those of a similar configuration. If device and host
+        memory are short, a greedy search can fill host memory, or files, with the wrong state: then
+        the state in host memory is chosen first."""
         found = self._cheapest(config, savers, start)
         greedy = self.fits(having(config, found))
         if self.limits.host is None or (greedy and not config.offload_dir):
@@ -121,7 +121,8 @@ class Shrinker:
         return [each for each in tried if each is not None]
 
     def is_hopeless(self, config: TrainConfig) -> bool:
-        """True if the device, or both memories together, are too small at the least."""
+        """True if the device, or device and host memory together, are too small for the lightest
+        configuration."""
         device, host, ranks = self.limits.device, self.limits.host, self.planner.world_size
         if device is None:
             return False
@@ -134,8 +135,9 @@ class Shrinker:
         return min(need.device for need in self._lightest_needs(config))
 
     def _lightest_needs(self, config: TrainConfig) -> list[Estimate]:
-        """Needs with all of PLACES in host memory or in files, and with none: on the CPU, with a
-        single memory, none needs less."""
+        """Needs of the lightest configurations: with all of PLACES in host memory, with state in
+        files, and with nothing in host memory, which needs least on the CPU with its single
+        memory."""
         hosted, plain = (self.lightest(config, places) for places in (PLACES, ()))
         return [self.planner.estimate(c) for c in (hosted, *self._in_files(hosted), plain)]
 
@@ -176,7 +178,7 @@ class Shrinker:
 
     def _divide_attention(self, config: TrainConfig) -> Changes:
         """The next number of parts of attention's backward with smaller parts. Dividing sequences
-        costs least: while there are enough, the number grows fourfold."""
+        costs least: while there are enough sequences, the number grows fourfold."""
         parts, batch = config.attn_bwd_chunks, config.batch_size
         more = [n for n in self._attention_parts(config) if n > parts]
         fewer = (n for n in more if 4 * parts <= n <= batch)
@@ -199,7 +201,8 @@ class Shrinker:
         return found
 
     def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
-        """Bytes of the library's backward for one of `parts` parts, each a sequence or less."""
+        """Bytes of the library's backward for one of `parts` parts, which has one sequence or
+        less."""
         sizes = (config.seq_len, parts // config.batch_size)
         every = map(config.local_heads, self.planner.model.every_heads)
         return max(backward_scratch_bytes(sizes[0], *heads, sizes[1]) for heads in every)
@@ -219,7 +222,7 @@ class Shrinker:
         return best
 
     def _ratio(self, now: TrainConfig, change: Changes) -> float:
-        """Seconds for each byte saved; infinite if none are saved or the change is not allowed."""
+        """Seconds for each saved byte; infinite if the change saves nothing or is not allowed."""
         then = self.allowed(now, change)
         saved = 0 if then is None else self.excess(now) - self.excess(then)
         if saved <= 0:

@@ -23,14 +23,14 @@ def flops_per_token(
     """FLOPs by llm.q's formula: forward and two backward products; attention counts its causal
     half. Windows leave their share of this half; documents within a sequence count as one; the
     state updates of gated delta nets count as attention. With adapters a frozen matrix has one
-    backward product, and so the LM head that a head for multi-token prediction shares. Without a
-    matrix that has adapters there is no backward pass but that of such a head. mtp_part: part
-    of the sequences of which it is trained."""
+    backward product; so has the LM head that multi-token prediction shares. If no matrix has
+    adapters, only the head for multi-token prediction has a backward pass. mtp_part: part of the
+    sequences that train this head."""
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     halves = [half for layer in range(L) for half in config.halves(layer)]
     attentions = [half.sizes for half in halves if "window" in half.sizes]
-    pairs = 0  # of channels of query heads
+    pairs = 0  # query channels times twice the mean number of visible keys
     for its in attentions:
         window, heads = min(its["window"] or seq_len, seq_len), its["heads"]
         pairs += heads.query * heads.channels * window * (2 * seq_len - window) // seq_len

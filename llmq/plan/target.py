@@ -1,4 +1,4 @@
-"""Machine of a plan: the one of `llmq plan`'s options, or this machine."""
+"""Machine of a plan: the machine that options of `llmq plan` describe, or this machine."""
 
 import math
 from dataclasses import dataclass, replace
@@ -39,8 +39,9 @@ class PlanTarget:
     """The machine of a plan. reserve: bytes of each device that stay free, already subtracted from
     the limits, as are `beside` bytes of a teacher. card: the card that predicts speed, or None.
     named: True if the user named the card; False if only its memory is similar. world_size: GPUs of
-    all machines in the network. visible_share: share of attention that documents leave, if
-    known. cards: by rank if these differ, see Planner; then `card` is what they have in common."""
+    all machines in the network. visible_share: share of causal query-key pairs that document masks
+    leave; 1 if unknown. cards: each rank's card if cards differ, see Planner; then `card` joins
+    their properties."""
 
     spec: DeviceSpec
     backend: str
@@ -85,10 +86,10 @@ class PlanTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions:
-    """Options of `llmq plan` about the machine. gpu_memory, host_memory: bytes. card: words of its
-    name; card_file: report of `llmq rig` on that machine. reserve: bytes of a GPU's memory that
-    stay free; None: the default of --reserve. machines: number of equal machines; network: bytes
-    per second between machines."""
+    """Options of `llmq plan` about the machine. gpu_memory, host_memory: bytes. card: words of the
+    card's name; card_file: report of `llmq rig` on that machine. reserve: bytes of a GPU's memory
+    that stay free; None: the default of --reserve. machines: number of equal machines; network:
+    bytes per second between machines."""
 
     gpu_memory: int | None = None
     host_memory: int | None = None
@@ -159,8 +160,8 @@ def target(
 
 
 def _cards(asked: MachineOptions, gpus: int) -> tuple[Card, ...]:
-    """The cards of --card by rank, each with measured rates of one of them if there are any; () for
-    one kind. gpus: of --gpus."""
+    """Each rank's card, with rates measured on one such card if there are any; () unless --card
+    names several cards. gpus: the value of --gpus."""
     words = [] if asked.card is None else asked.card.split(",")
     if len(words) < 2:
         return ()
