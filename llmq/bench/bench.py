@@ -46,8 +46,8 @@ def _time_left(seconds: float) -> str:
 
 
 FAILED = ("failed", "hung")
-# Limits of a run that makes progress, but hardly: seconds for its start (compiled kernels, initial
-# weights), and by which factor its steps may be slower than the plan says.
+# Limits of a run with hardly any progress. PATIENCE: seconds for its start (compiled kernels,
+# initial weights). SLOWER: factor by which its steps may be slower than planned.
 PATIENCE, SLOWER = 900, 20
 
 
@@ -163,8 +163,8 @@ class Sweep:
         return in_order(report, self.order)
 
     def interrupted(self) -> None:
-        """Write the report and say how to resume. The running run stays pending: an interruption
-        says nothing about it."""
+        """Write the report and say how to resume. The run under way stays pending, because an
+        interruption says nothing about this run."""
         if self.begun:
             # The interruption may have come while a run was written.
             self.file.write(self.report, stopped=True)
@@ -196,8 +196,8 @@ class Sweep:
             self.order = self.pending = sorted(self.order, key=self._speed, reverse=True)
 
     def _warn_of_failures(self) -> None:
-        """Warn of runs that cannot be planned: a misspelled value shows before the night, not after
-        it."""
+        """Warn of runs that cannot be planned, so that a misspelled value shows before a long
+        sweep."""
         wrong = [o for o in self.pending if self._prediction(o).get("status") == "failed"]
         if wrong:
             title = full_title(describe(wrong[0]), self.shared)
@@ -220,8 +220,8 @@ class Sweep:
         return self._prediction(options).get("tokens_per_second", 0.0)
 
     def _leave_what_is_done(self, earlier: Report) -> None:
-        """Remove finished runs from `pending`. The run that was under way at the end comes last,
-        because it may have caused the end."""
+        """Remove finished runs from `pending`. The run under way when the earlier sweep ended comes
+        last, because it may have caused the end."""
         again = FAILED if self.settings.retry else ()
         done = {identity(r["options"]) for r in earlier["runs"] if r["status"] not in again}
         running = earlier["running"] and identity(earlier["running"])
@@ -253,8 +253,8 @@ class Sweep:
         return PATIENCE + SLOWER * steps * predicted["step_seconds"]
 
     def _compare_machines(self, machine: dict[str, Any] | None) -> None:
-        """Note the machine; ConfigError if the earlier runs used another device, a warning for
-        other versions."""
+        """Note the machine. ConfigError if the earlier runs used another device; other versions get
+        a warning."""
         if machine is None:
             return
         self.machine = machine

@@ -33,7 +33,7 @@ from llmq.run.restarts import in_words
 
 POLL = 0.5  # seconds
 LAST_WORDS = 2.0  # seconds from SIGUSR1 (print the stacks) to SIGKILL
-KEPT_BYTES = 8192  # of the child's output, kept for the report
+KEPT_BYTES = 8192  # bytes of the child's output that the report keeps
 KEPT_LINES = 40
 CHILD = (sys.executable, "-m", "llmq.bench.child")
 WARM_UP = 3  # steps: launched one by one, captured, replayed
@@ -133,7 +133,7 @@ def ask(
     task: str, options: dict[str, Any], *, seconds: float = 0, limit: float = 0, timeout: float = 0
 ) -> tuple[dict[str, Any], Ended]:
     """Run a task in a child; return the `result` and `error` that the child has written so far, and
-    how it ended. seconds: time limit that the task itself keeps. limit, timeout: as in
+    the end of its process. seconds: time limit that the task itself keeps. limit, timeout: as in
     `watched`."""
     job = {"seconds": seconds, "options": options, "parent": os.getpid()}
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:

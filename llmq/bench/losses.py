@@ -30,7 +30,7 @@ from llmq.run.model_of_run import agreed_tokenizer, model_of_run
 from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
 
-LAST = 20  # last steps, whose mean loss is `train_loss`
+LAST = 20  # number of last steps, whose mean loss is `train_loss`
 _BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "log_file")
 
 
@@ -40,11 +40,11 @@ def measure_losses(
     """Train each row of sweep_file.read_runs; return the records of all finished runs, in row
     order.
 
-    out: the report, written after each run; runs that it holds are not repeated. seconds: no run
-    begins later; 0: no limit. logs: a folder for one JSON log a run, which `llmq plot` reads; a
-    record's `log` is the file's name. A run ends at the first loss that is not finite, and its
-    `loss` is None. Raises ConfigError for a report of another device or tokenizer, or a row that
-    cannot be swept.
+    out: the report, written after each run; runs that it holds are not repeated. seconds: time
+    after which no run begins; 0: no limit. logs: a folder for one JSON log a run, which `llmq plot`
+    reads; a record's `log` is the file's name. A run ends at the first loss that is not finite, and
+    its `loss` is None. Raises ConfigError for a report of another device or tokenizer, or a row
+    that cannot be swept.
     """
     report = read_json(out) if out.is_file() else {"device": None, "tokenizer": None, "runs": []}
     for row in rows:
@@ -171,8 +171,8 @@ def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, A
 STEP = 2.0  # factor from one rate to the next
 MOST_FURTHER = 3  # further rates, while the best one is an end of the ladder
 FEWEST = 3  # rates: a parabola needs three points
-# Defaults of options that are not given. 16 million tokens are three for each parameter of four
-# blocks: too few for the lowest loss, and enough to rank rates.
+# Defaults of options that are not given. A model of four blocks then trains on 16 million tokens,
+# three for each parameter: too few for the lowest loss, and enough to rank rates.
 USUAL = {"batch-size": 16, "grad-accumulation": 1, "steps": 1000, "eval-num-steps": 32}
 USUAL |= {"learning-rate": 0.002, "lr-schedule": "linear", "final-lr-fraction": 0.0}
 OF_MUON = {"learning-rate": 0.016}  # for the parameters that AdamW trains

@@ -145,7 +145,7 @@ def _measured(
         trainer.step(batches)
         first_step = time.time() - started
         on_gpu = dev.kind == "cuda"
-        for _ in range(WARM_UP - 1 - on_gpu):  # on a GPU `settle` below makes the last one
+        for _ in range(WARM_UP - 1 - on_gpu):  # on a GPU `settle` makes the last step
             trainer.step(batches)
         while trainer.shares.measures:
             trainer.step(batches)
@@ -226,8 +226,8 @@ def versions_of(kind: str) -> dict[str, str]:
 
 
 def _show_progress(trainer: Trainer, alive: Path) -> None:
-    """Touch the file until the ranks are closed (a thread's work); a hanging interpreter stops this
-    thread, too."""
+    """Touch the file until the ranks are closed. This is the work of a thread, which a hanging
+    interpreter stops, too."""
     shown = None
     while not trainer.ranks.pool.closed:
         if trainer.ranks.pool.progress != shown:

@@ -10,7 +10,7 @@ from llmq.base.errors import ConfigError
 from llmq.bench.sweep_file import value_of
 from llmq.report.plot import COLORS
 
-HEAT_MAPS = 6  # of one model at most
+HEAT_MAPS = 6  # most heat maps of one model
 SPEED = "tokens per second"
 CELL = 0.36  # height of a heat map's row, inches
 LETTERS = 22  # longest name of a row or column
@@ -19,7 +19,7 @@ Run = dict[str, Any]
 
 class HeatMap(NamedTuple):
     """The highest speed, in tokens per second, for each pair of values of two options; None:
-    nothing was measured. tried: True where runs failed or did not fit."""
+    nothing was measured. tried: True for pairs whose runs failed or did not fit."""
 
     title: str
     columns: list[str]

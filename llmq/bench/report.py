@@ -85,7 +85,7 @@ def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _energy(run: dict[str, Any]) -> str:
-    """Tokens for a joule of the GPUs; empty if they do not count energy."""
+    """Tokens for a joule of the GPUs; empty if the GPUs do not count energy."""
     joules = run["result"]["joules_per_token"]
     return f"{1 / joules:,.1f}" if joules else ""
 
@@ -114,7 +114,7 @@ def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if not measured:
         return [], []
     shared = shared_flags(runs)
-    several = len(report["invocations"]) > 1  # may be of different versions
+    several = len(report["invocations"]) > 1  # their versions may differ
     cells = [
         {
             "model": run["model"],

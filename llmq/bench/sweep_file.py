@@ -17,7 +17,7 @@ from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import FIELDS, make_config
 
-MOST_RUNS = 100_000  # in the product of all lists: more is a mistake
+MOST_RUNS = 100_000  # most runs in the product of all lists: more are a mistake
 
 Row = dict[str, Any]
 """The options of one run, by flag name without leading dashes."""
@@ -40,8 +40,8 @@ def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = Fal
 
     given: options of the command line, which win. file: YAML, TOML or JSON with options of all
     runs, and under `runs` a list of mappings, each with options of its own runs; lists of values
-    are multiplied. trains: True if runs train on data, for losses; else tokens are random, and
-    options of data are refused. Raises ConfigError.
+    are multiplied. trains: True if runs train on data; False if tokens are random and options of
+    data are refused. Raises ConfigError.
     """
     shared = {} if file is None else read_option_file(file)
     runs = shared.pop("runs", [{}])
@@ -77,7 +77,7 @@ def identity(options: Row) -> Hashable:
 def _identity(text: str) -> Hashable:
     """The identity of options as JSON text; cached, because a long sweep asks for each after every
     run."""
-    try:  # neither changes the run: the log's name has the time, the watchdog only watches
+    try:  # these two change no run: a log's name has the time, a watchdog only watches
         return replace(make_config(json.loads(text)), log_file=None, watchdog=0)
     except ConfigError:  # a report of another version, with other options
         return text

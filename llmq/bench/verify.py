@@ -51,7 +51,7 @@ class Comparison:
 
 
 def numbers(result: Result) -> dict[str, float]:
-    """Numbers by which a result is compared: all but times."""
+    """The numbers of a result that are compared: all but times."""
     found = {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
     return found | found.pop("numbers")
 
@@ -100,7 +100,7 @@ def compare(
     plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)
-    except OutOfMemory:  # its own advice is to add the options
+    except OutOfMemory:  # the plan advises to add the options
         raise OutOfMemory(
             "without the options that are to be verified the run does not fit into memory or "
             "--memory-limit: verify them with a smaller --model, --batch-size or --seq-len"

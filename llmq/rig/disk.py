@@ -14,7 +14,7 @@ from llmq.bench.child import Job
 from llmq.runtime.files import BUFFER_BYTES, CHUNK, DEPTH, Files
 
 SIZE = 8 << 30  # bytes of scratch files: more than what disks keep in a memory of their own
-SECONDS = 20.0  # at most, in each direction
+SECONDS = 20.0  # longest measurement of one direction
 
 
 def rate(move: Callable[[int, int, np.ndarray], Any], files: Files, size: int, seconds: float):

@@ -48,11 +48,11 @@ Times = dict[tuple[str, int], float]
 
 @dataclass
 class Exchanges:
-    """Measurements of one backend. alone: seconds on the slowest rank. beside: seconds beside
-    kernels, on the rank that waits for no other. slowdown: duration of the kernels relative to
-    their duration alone, at the largest size. load: (bytes copied from host memory, seconds of
-    these copies alone, seconds that they add to an exchange); None unless collectives go through
-    host memory. intact: True if gathered data equal the sent data."""
+    """Measurements of one backend. alone: seconds of a call on the slowest rank. beside: seconds of
+    a call beside kernels, on the rank that waits for no other. slowdown: duration of the kernels
+    relative to their duration alone, at the largest size. load: (bytes copied from host memory,
+    seconds of these copies alone, seconds that they add to an exchange); None unless collectives go
+    through host memory. intact: True if gathered data equal the sent data."""
 
     links: LinkTable | None = None
     alone: Times = field(default_factory=dict)
@@ -66,7 +66,8 @@ class Kernels:
     """Kernels of the main stream beside collectives, and clocks for both."""
 
     def __init__(self, dev: Device, kind: str):
-        """kind: device kind that sets the sizes; a PlanDevice stands for another kind."""
+        """kind: "cuda" or "host", the kind of device that sets the sizes, because `dev` may be a
+        PlanDevice."""
         rows, nbytes = PRODUCT[kind], COPY[kind]
         self.dev = dev
         self.a, self.out = (_alloc(dev, (rows, rows)) for _ in range(2))
@@ -204,9 +205,9 @@ class Program:
         return exchanging / (CALLS * REPLAYS), computing / REPLAYS
 
     def _with_load(self, workers: Workers) -> tuple[int, float, float]:
-        """Measure the load of Exchanges.load. The copies share one direction of the bus with the
-        collective, and its traffic in the other direction slows them down: hence the difference
-        between both and the collective alone."""
+        """Measure Exchanges.load. The copies share one direction of the bus with the collective,
+        whose traffic in the other direction slows the copies down. So the cost of the copies is the
+        time of both together less the time of the collective alone."""
         exchange = partial(self._all_to_all, self.slab)
 
         def load() -> None:
@@ -293,8 +294,8 @@ def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] 
 
 
 def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any) -> None:
-    """Rig part `exchanges`. Notes by operation the points [received bytes, seconds alone, seconds
-    beside kernels], one a size; for LOAD the three numbers of Exchanges.load."""
+    """Rig part `exchanges`. Notes for each operation one point per size, [received bytes, seconds
+    alone, seconds beside kernels]; for LOAD the three numbers of Exchanges.load."""
     found = measured(device, gpus, BACKENDS[backend], SIZES)
     points: dict[str, list[list[float]]] = {}
     for name, mib in found.alone:

@@ -278,7 +278,7 @@ def numbers_of(part: str, result: dict[str, Any]) -> Iterator[str]:
             yield f"GPU {pair['source']} to {pair['reader']}: {rate}"
     elif part == "exchanges":
         for operation, points in result.get("operations", {}).items():
-            nbytes, alone, beside = points[-1]  # of the largest slab
+            nbytes, alone, beside = points[-1]  # the point of the largest slab
             rates = (nbytes / seconds / 1e9 for seconds in (alone, beside))
             yield "{}: {:.1f} GB/s alone, {:.1f} beside other work".format(operation, *rates)
     elif part == "load":

@@ -174,7 +174,7 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
 
 def _measure_steps(rig: Rig, left: list[dict[str, Any]]) -> None:
     """Measure as many runs as time allows, in one process. After a crash or hang another process
-    takes the runs behind the guilty one."""
+    measures the runs that follow the guilty one."""
     while left:
         title = steps.title_of(left[0])
         found = rig.part("steps", {"runs": left}, label=title)

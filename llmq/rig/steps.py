@@ -32,7 +32,7 @@ from llmq.rig.findings import NO_ROOM
 from llmq.run.trainer import Trainer
 from llmq.runtime.timing import LaunchTime
 
-BEHIND = 0.1  # share of a step, see in_time
+BEHIND = 0.1  # largest share of a step, see in_time
 
 Table = dict[str, list[list[Any]]]
 """Points [sizes, seconds] by kind of launch, one point for each tuple of sizes."""
@@ -60,9 +60,9 @@ def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
 
 def in_time(idle: float) -> bool:
     """True if the times of a step's launches are usable one by one. idle: share of the step in
-    which no launch ran; negative if the launches took longer than the step. No clock explains more
-    than BEHIND: there the GPU waited for the host between a launch and its marks, by an amount that
-    depends on the launch, and no common factor corrects this."""
+    which no launch ran; negative if the launches took longer than the step. A changed clock
+    explains at most BEHIND. Beyond, the GPU waited for the host between a launch and its marks;
+    this wait depends on the launch, so no common factor corrects it."""
     return idle > -BEHIND
 
 
@@ -85,7 +85,7 @@ def _medians(found: Mapping[tuple[str, tuple[int, ...]], list[float]]) -> Table:
 
 AHEAD = 0.4  # seconds of untimed steps before each timed one, at the same power
 ROUNDS = 3  # timed steps
-RECENT = 3  # runs: the next run takes no longer than these; the first one also loads libraries
+RECENT = 3  # last runs, of which the longest bounds the next; the first also loads libraries
 BATCHES = (32, 16, 8, 4, 2, 1)  # batch sizes, of which the largest that fits is taken
 QUARTER = 4
 MULTIPLE = 128  # vocabulary sizes are multiples of this, as Qwen2.5's is
@@ -106,7 +106,7 @@ MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 INT8 = {"matmul-dtype": "int8"}
-# Attention is half or two thirds of these steps, at clocks other than those beside products.
+# Attention takes half or two thirds of these steps, at other clocks than beside products.
 LONG = {"seq-len": 16384, "recompute-swiglu": True, "batch-size": 2}
 LONGEST = {"seq-len": 32768, "recompute-swiglu": True, "batch-size": 1}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
