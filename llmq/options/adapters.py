@@ -32,10 +32,10 @@ class Adapters:
     table.
 
     targets: some of LORA_TARGETS, or a regular expression that matches whole module names. train:
-    some of LORA_PARTS. layers: as of `layer_set`. alpha, rs: the scaling is alpha / rank, or alpha
-    / sqrt(rank) with rs. ranks, alphas: exceptions for modules whose names end with a pattern
-    (PEFT's rank_pattern and alpha_pattern); the first match counts. dora: True if adapted rows have
-    trained magnitudes (PEFT's use_dora).
+    some of LORA_PARTS. layers: text that `layer_set` reads. alpha, rs: the scaling is alpha / rank,
+    or alpha / sqrt(rank) with rs. ranks, alphas: exceptions for modules whose names end with a
+    pattern (PEFT's rank_pattern and alpha_pattern); the first match counts. dora: True if adapted
+    rows have trained magnitudes (PEFT's use_dora).
     """
 
     rank: int
@@ -83,8 +83,8 @@ class AdaptedPart(NamedTuple):
 class Adapted:
     """A matrix of a block, the embedding or the LM head, with its adapters. key: name in the block.
     shape: (rows, in_features), with the rows of all experts. groups: number of experts, 1 without
-    experts. active: experts that a token meets. parts: its adapters; fused experts have one each,
-    all with one module."""
+    experts. active: number of experts for each token. parts: the matrix's adapters; of fused
+    experts each has one, and all belong to one module."""
 
     key: str
     shape: tuple[int, int]
@@ -94,8 +94,8 @@ class Adapted:
 
     @property
     def rank(self) -> int:
-        """The largest rank of its adapters. A and B of smaller adapters are padded with zeros,
-        whose gradients are zero."""
+        """The largest rank of the matrix's adapters. A and B of smaller adapters are padded with
+        zeros, whose gradients are zero."""
         return max(part.rank for part in self.parts)
 
     @property
@@ -105,7 +105,7 @@ class Adapted:
 
     def times(self, factor: float) -> Adapted:
         """Return the same adapters with scalings times `factor`, for a product that is multiplied
-        by it."""
+        by `factor`."""
         parts = tuple(part._replace(scale=factor * part.scale) for part in self.parts)
         return replace(self, parts=parts)
 
@@ -148,7 +148,7 @@ def adapters_of(config: Options) -> Adapters | None:
 
 
 def has_target(model: ModelConfig, target: str) -> bool:
-    """True if the model has a module that --lora-targets may name so."""
+    """True if the model has modules of this target of --lora-targets."""
     matrices = (m for layer in range(model.num_layers) for m in model.matrices(layer))
     parts = (part for matrix in matrices for part in (*matrix.parts, matrix.fused))
     parts = chain(parts, (part for table in token_matrices(model).values() for part in table.parts))
@@ -167,8 +167,8 @@ def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tupl
 
 @lru_cache(maxsize=64)
 def adapted_tables(model: ModelConfig, adapters: Adapters) -> Mapping[str, Adapted]:
-    """Return the embedding and the LM head by block, if they get adapters. Each gets its own, also
-    if both are one table."""
+    """Return the embedding and the LM head by block, if they get adapters. Each gets adapters of
+    its own, even if both are one table."""
     every = {
         block: _adapted(model, adapters, table) for block, table in token_matrices(model).items()
     }
@@ -176,7 +176,7 @@ def adapted_tables(model: ModelConfig, adapters: Adapters) -> Mapping[str, Adapt
 
 
 def token_matrices(model: ModelConfig) -> dict[str, Module]:
-    """Return the embedding and the LM head by block, also if the head shares the embedding's
+    """Return the embedding and the LM head by block, even if the head shares the embedding's
     table."""
     untied = replace(model, tied_embeddings=False)
     blocks = {"embed": model.arch.embedding(model), "head": model.arch.head(untied)}

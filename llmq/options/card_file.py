@@ -21,23 +21,23 @@ FORMAT = 1
 LAYOUT = "llmq card file"
 
 Points = Sequence[tuple[Sequence[int], float]]
-"""Sizes of a launch, and its seconds."""
+"""Measurements of one kind of launch: sizes, and seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CardFile:
     """Measurements of one machine, in seconds and GB/s (1e9 bytes).
 
-    gpus: number of GPUs; device, capability, num_sms, memory (bytes): of each GPU; host: of
-    this_host. date: UTC. launches: by name of a `Kind`, seconds within steps. bus: by number of
-    GPUs that copy at once, rates of each: host to GPU, GPU to host, each way while both run.
-    exchange: by number of GPUs, backend ("nccl", "copies", without peer access "nccl-off",
-    "staged") and operation: bytes that each GPU receives, and seconds beside kernels; for "load":
-    bytes copied from host memory, and seconds that they add to an exchange through host memory.
-    beside: by number of GPUs and backend, the factor by which exchanges slow kernels. beside_bus:
-    True if peer traffic bypasses the host's bus. slowest: speed of the slowest GPU while all work,
-    relative to one GPU alone. disk: rates of reading and writing in --offload-dir; empty if not
-    measured.
+    gpus: number of GPUs; device, capability, num_sms, memory (bytes): facts about each GPU; host:
+    result of this_host. date: in UTC. launches: by name of a `Kind`, sizes and seconds within
+    steps. bus: by number of GPUs that copy at once, three rates of each GPU: host to GPU, GPU to
+    host, and each direction while both run. exchange: by number of GPUs, backend ("nccl", "copies",
+    without peer access "nccl-off", "staged") and operation: bytes that each GPU receives, and
+    seconds beside kernels; for "load": bytes copied from host memory, and seconds that they add to
+    an exchange through host memory. beside: by number of GPUs and backend, the factor by which
+    exchanges slow kernels. beside_bus: True if peer traffic bypasses the host's bus. slowest: speed
+    of the slowest GPU while all GPUs work, relative to one GPU alone. disk: rates of reading and
+    writing in --offload-dir; empty if not measured.
     """
 
     device: str
@@ -129,7 +129,8 @@ def _checksum(card: dict[str, Any]) -> str:
 
 
 def checked(file: CardFile) -> CardFile:
-    """Return the card file as reading it would. Raises ConfigError if reading would fail."""
+    """Return the card file that a reader of this file would get. Raises ConfigError if reading
+    would fail."""
     try:
         return _file_of(json.loads(json.dumps(record_of(file))))
     except (ValueError, TypeError) as error:
@@ -138,7 +139,7 @@ def checked(file: CardFile) -> CardFile:
 
 def _file_of(found: dict[str, Any]) -> CardFile:
     """Return the card file of a record. Raises ValueError, TypeError or KeyError for a damaged
-    one."""
+    record."""
     if found.get("layout") != LAYOUT:
         raise ValueError("it has no measurements of GPUs")
     if found["format"] != FORMAT:

@@ -16,7 +16,8 @@ from llmq.base.errors import ConfigError, warn_once
 from llmq.options.card_file import CardFile, folder, path_of, read_card_file, this_host
 from llmq.runtime.device import DeviceSpec
 
-# An NVMe disk for consumers: reading by its sheet, writing once its cache is full; not measured.
+# GB/s of a consumer's NVMe disk: reading by its data sheet, and writing once its cache is full; not
+# measured.
 DISK = (6.0, 2.0)
 
 
@@ -53,13 +54,13 @@ class Card:
     disk: Sequence[float] = DISK
 
     def plus_minus(self, gpus: int) -> str:
-        """Text of the error with `gpus` GPUs, to follow a speed; "" if it is None."""
+        """Text of the error with `gpus` GPUs, to follow a speed; "" if the error is None."""
         error = self.error_of(gpus)
         return "" if error is None else f" ± {100 * error:.0f} %"
 
     def error_of(self, gpus: int) -> float | None:
-        """Relative error with `gpus` GPUs, larger if exchanges were not measured; None if measured
-        here."""
+        """Relative error of a speed predicted for `gpus` GPUs, larger if exchanges were not
+        measured; None if rates were measured here."""
         if gpus <= (1 if self.measured is None else self.measured.gpus):
             return self.error
         return (self.error or 0.0) + (SEVERAL[self.measured is not None] if self.link else STAGED)
@@ -70,9 +71,10 @@ class Card:
 
     @property
     def int8(self) -> float:
-        """Dense int8 peak in TOP/s. Cards for data centers and workstations have twice their bf16
-        peak (A100: 624, RTX A6000: 310, L4: 242). GeForce cards have four times, because their bf16
-        products with fp32 sums run at half rate (RTX 3090: 284, RTX 4090: 661, RTX 5090: 838)."""
+        """Dense int8 peak in TOP/s. On cards for data centers and workstations this is twice the
+        bf16 peak (A100: 624, RTX A6000: 310, L4: 242). On GeForce cards it is four times the bf16
+        peak, because their bf16 products with fp32 sums run at half rate (RTX 3090: 284, RTX 4090:
+        661, RTX 5090: 838)."""
         return self.bf16 * (4 if self.sums_slowly else 2)
 
     @property
@@ -87,7 +89,7 @@ class Card:
 
     @property
     def driver_name(self) -> str:
-        """The driver's name, which may also name a card with other memory."""
+        """The driver's name of the card, which cards with other memory may share."""
         plain = _without_size(self.name)
         return plain if plain in CARDS else self.name
 
@@ -178,7 +180,7 @@ _SCALED: dict[str, tuple[int, int, float, float, float, int | None, tuple[str, i
     "RTX 4000 Ada Generation": (48, 2175, 19.6, 360, _PCIE4, 130, _RTX_6000_ADA),
     "RTX 2000 Ada Generation": (22, 2130, 15.5, 224, _PCIE4_X8, 70, _RTX_6000_ADA),
     "RTX PRO 4000 Blackwell": (70, 2055, 23.5, 672, _PCIE5, 140, _RTX_PRO_6000),
-    # Other memory under a name from above; some also have another chip.
+    # Cards with other memory under a name from above; some also have another chip.
     "GeForce RTX 5060 Ti 8GB": (36, 2572, 7.6, 448, _PCIE5_X8, 180, _RTX_5070),
     "GeForce RTX 4060 Ti 8GB": (34, 2535, 7.6, 288, _PCIE4_X8, 165, _RTX_4090),
     "GeForce RTX 3080 12GB": (70, 1710, 11.6, 912, _PCIE4, 350, _RTX_3070),
@@ -188,9 +190,9 @@ _SCALED: dict[str, tuple[int, int, float, float, float, int | None, tuple[str, i
     "RTX A2000 6GB": (26, 1200, 5.6, 288, _PCIE4, 70, _RTX_A6000),
     # The laptops' multiprocessors (CUDA cores / 128), the upper end of the boost clock, memory and
     # the width of its bus are from NVIDIA's table for GeForce laptops
-    # (nvidia.com/geforce/gaming-laptops/compare); bandwidth is width x rate of its chips. Those of
-    # RTX Ada: the clock at which they have their data sheets' FP32 TFLOP/s. No laptop of the
-    # generation after Ada gives the card more than 8 lanes for certain.
+    # (nvidia.com/geforce/gaming-laptops/compare); bandwidth is width x rate of its chips. Laptops
+    # with RTX Ada have the clock at which their data sheets' FP32 TFLOP/s are reached. No laptop of
+    # the generation after Ada gives the card more than 8 lanes for certain.
     "GeForce RTX 5090 Laptop GPU": (82, 2160, 23.5, 896, _PCIE5_X8, None, _RTX_5070),
     "GeForce RTX 5080 Laptop GPU": (60, 2287, 15.5, 896, _PCIE5_X8, None, _RTX_5070),
     "GeForce RTX 5070 Ti Laptop GPU": (46, 2220, 11.6, 672, _PCIE5_X8, None, _RTX_5070),
@@ -221,14 +223,14 @@ MEASURED = "measured on this card"
 PUBLISHED = "from llm.q's published speeds on this card"
 
 # Shares of the bf16 and fp8 peaks (F32 sums) that products reach, the predictions' relative error,
-# and the source. H100's and H200's are from benchmarks/; the others fit llm.q's own step to its
-# published speeds (published.md). GeForce cards exceed 1 because they clock higher than their
-# sheets say. An error is the largest one of a run predicted from all other runs, plus our plans'
-# error on an H100.
+# and the source. The shares of H100 and H200 are from benchmarks/; the other shares fit a plan of
+# llm.q's step to its published speeds (published.md). Shares of GeForce cards may exceed 1 because
+# they clock higher than their sheets say. An error is the largest error of a run that is predicted
+# from all other runs, plus our plans' error on an H100.
 _OURS = 0.04
-# Added for exchanges that were not measured. SEVERAL: over NVLink; key: True if launches were; what
-# two and four H200 add to the error of one (h200_several.md). STAGED: through the host, where few
-# runs were compared.
+# Errors added for exchanges that were not measured. SEVERAL: for exchanges over NVLink; key: True
+# if launches were measured; the values are what two and four H200 add to the error of one
+# (h200_several.md). STAGED: for exchanges through the host, where few runs were compared.
 SEVERAL = {True: 0.03, False: 0.05}
 STAGED = 0.1
 _SUSTAINED: dict[str, tuple[float, float, float, str]] = {
@@ -240,8 +242,8 @@ _SUSTAINED: dict[str, tuple[float, float, float, str]] = {
     "RTX PRO 6000 Blackwell Server Edition": (0.74, 0.68, 0.05 + _OURS, PUBLISHED),
     "L40S": (0.53, 0.42, 0.07 + _OURS, PUBLISHED),
 }
-# Errors if a card borrows another card's shares: the deviation among the cards above. GeForce cards
-# are alike; cards for servers have various power limits.
+# Relative errors if a card borrows another card's shares: the deviation among the cards above.
+# GeForce cards are alike; cards for servers have various power limits.
 _GEFORCE_ERROR, _OTHER_ERROR = 0.15 + _OURS, 0.41 + _OURS
 
 
@@ -308,7 +310,7 @@ def spec_of(card: Card) -> DeviceSpec:
 CARDS: dict[str, Card] = {card.name: card for card in map(_card, (*_SHEETS, *_SCALED))}
 
 
-NEAREST = 5  # cards in the error for an unknown name
+NEAREST = 5  # number of cards that the error for an unknown name suggests
 
 
 def find_card(words: str) -> Card:
@@ -350,7 +352,8 @@ def _nearest(wanted: list[str]) -> list[Card]:
 
 def card_of(spec: DeviceSpec) -> Card:
     """Return the card of an installed GPU, by name and memory. An unknown GPU gets a similar card,
-    scaled by the number of multiprocessors: nearest capability, laptop or not, multiprocessors."""
+    scaled by the number of multiprocessors: nearest in capability, then in being for laptops or
+    not, then in multiprocessors."""
     named = [card for card in CARDS.values() if spec.name in (card.name, card.driver_name)]
     if named:
         return min(named, key=lambda card: abs(card.memory * GIB - spec.memory))
@@ -384,7 +387,7 @@ def card_with(memory: int) -> Card:
 
 
 SIBLING = 0.1  # relative difference of memory above which cards of one name differ
-# Error of predictions by another rig's rates: two H100 ran llm.q's steps 0 to 7 % apart
+# Relative error of predictions by another rig's rates: two H100 ran llm.q's steps 0 to 7 % apart
 # (benchmarks/published.txt).
 OTHER_RIG = 0.08
 SHARED = Path(__file__).parents[1] / "cards"
@@ -447,9 +450,10 @@ def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
 
 
 def rig_card(card: Card, gpus: int) -> Card:
-    """Return the card with rates measured on this machine, else on a shared rig, else unchanged. A
-    damaged or foreign file causes a warning. gpus: number of GPUs. The file measured with the
-    fewest GPUs, but at least this number, counts; else the file measured with the most GPUs."""
+    """Return the card with rates measured on this machine, else with rates of a shared rig, else
+    the unchanged card. A damaged or foreign file causes a warning. gpus: number of GPUs. The file
+    measured with the fewest GPUs, but at least this number, counts; else the file measured with the
+    most GPUs."""
     own = _files(card, folder(), this_host())
     found = own or _files(card, SHARED, "*")
     if not found:
@@ -459,8 +463,8 @@ def rig_card(card: Card, gpus: int) -> Card:
 
 
 def _files(card: Card, place: Path, host: str) -> dict[int, CardFile]:
-    """The newest file for each number of this card's GPUs. host: name of the machine; "*": any
-    machine."""
+    """The newest card file for each number of GPUs of this card. host: name of the machine; "*":
+    any machine."""
     pattern = path_of(card.driver_name, 0, "HOST").name.replace("_x0_HOST", f"_x*_{host}")
     found: dict[int, CardFile] = {}
     for path in sorted(place.glob(pattern)):

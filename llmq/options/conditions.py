@@ -45,8 +45,8 @@ def parts_of_logits(o: Options) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Number of ranks and machines. on_cpu: True if they run on the CPU, which --device auto may
-    choose."""
+    """Numbers of ranks and machines. on_cpu: True if the ranks run on the CPU, which --device auto
+    may choose."""
 
     world_size: int
     machines: int = 1
@@ -73,8 +73,9 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """Machines of a run. machines: number of ranks by machine name. ranks: of this process.
-    processes: of all machines. most_summed: most GPUs whose parts one kernel can sum."""
+    """Machines of a run. machines: number of ranks by machine name. ranks: number of ranks of this
+    process. processes: number of processes on all machines. most_summed: most GPUs whose parts one
+    kernel can sum."""
 
     on_gpus: bool
     machines: dict[str, int]
@@ -99,8 +100,8 @@ class Here:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHere:
-    """Facts of attention. on_cpu: True on the CPU. unsupported: why cuDNN cannot compute it on the
-    GPU, else None."""
+    """Facts of attention. on_cpu: True on the CPU. unsupported: the reason why cuDNN cannot compute
+    this attention on the GPU, or None."""
 
     on_cpu: bool
     unsupported: str | None
@@ -111,16 +112,16 @@ class AttentionHere:
 
 
 def why_no_cudnn(o: Options, unsupported: str | None) -> str | None:
-    """Why cuDNN cannot compute the attention, else None. unsupported: the reason by GPU and
-    model."""
+    """The reason why cuDNN cannot compute the attention, or None. unsupported: a reason that lies
+    in GPU or model, or None."""
     if o.document_mask:
         return "it knows no documents within a sequence, which --document-mask asks for"
     return unsupported
 
 
 def why_not_half(o: Options) -> str | None:
-    """Why no fp8 products are summed in half precision, else None. FP16 sums overflow for larger
-    codes."""
+    """The reason why no fp8 products are summed in half precision, or None. Larger codes would make
+    FP16 sums overflow."""
     if not o.is_fp8:
         return "needs --matmul-dtype e4m3"
     if o.fp8_fast_accumulation == "none":
@@ -188,7 +189,7 @@ def decodes(o: Options) -> bool:
 
 
 def undivided(o: Options, ranks: Ranks, *parts: str) -> str | None:
-    """Why it does nothing to shard any of these parts ("weights", "gradients") of the blocks, else
+    """The reason why sharding these parts of the blocks ("weights", "gradients") does nothing, or
     None."""
     storage, shards = o.weight_storage, ranks.shards(o)
     why = {"weights": storage.why_weights_stay, "gradients": storage.why_gradients_stay}
@@ -198,8 +199,8 @@ def undivided(o: Options, ranks: Ranks, *parts: str) -> str | None:
 
 
 def exchanges_always(o: Options) -> str | None:
-    """The option by which ranks exchange data in every micro-step; None if in the first and last
-    micro-step of a step alone."""
+    """The option by which ranks exchange data in every micro-step; None if ranks exchange data only
+    in the first and last micro-step of a step."""
     if o.shard_weights:
         return "--shard-weights"
     if o.shard_gradients and o.weight_storage.why_gradients_stay(2) is None:
@@ -210,12 +211,13 @@ def exchanges_always(o: Options) -> str | None:
 
 
 def not_multiple(sizes: dict[str, int], multiple: int) -> tuple[str, int, int] | None:
-    """The first size that is not a multiple, as (name, size, multiple); None if all are."""
+    """The first size that is not a multiple of `multiple`, as (name, size, multiple); None if all
+    sizes are."""
     return next(((n, size, multiple) for n, size in sizes.items() if size % multiple), None)
 
 
 def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
-    """The first size that products of 8-bit codes cannot have, as not_multiple."""
+    """The first size that products of 8-bit codes cannot have, in the form of not_multiple."""
     from llmq.base.operand import CODES_MULTIPLE  # slow import, not for --help
 
     if o.matmul_dtype not in ("e4m3", "int8", "ternary"):
@@ -224,7 +226,7 @@ def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | No
 
 
 def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
-    """The first matrix that --base-dtype cannot divide into blocks, as not_multiple."""
+    """The first matrix that --base-dtype cannot divide into blocks, in the form of not_multiple."""
     multiples = {"e4m3": 16, "e4m3-blocks": 16, "nf4": 64, "mxfp4": 32, "nvfp4": 16}  # elements
     multiple = multiples.get(o.base_dtype)
     if multiple is None or not o.freezes_model:
@@ -302,8 +304,8 @@ def divided_modules(o: Options, model: ModelConfig) -> str | None:
 
 
 def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
-    """Facts about the first matrix that is smaller than its adapters' rank; None if there is
-    none."""
+    """Facts about the first matrix that is smaller than its adapters' rank; None if no matrix
+    is."""
     if not o.has_adapters:
         return None
     for _, matrix in all_adapted(model, adapters_of(o)):
@@ -335,7 +337,7 @@ def wrong_lengths(o: Options) -> str | None:
 
 
 def why_undivided(o: Options, model: ModelConfig) -> str | None:
-    """Why GPUs cannot divide sequences of this model, else None."""
+    """The reason why GPUs cannot divide sequences of this model, or None."""
     parts, name = o.context_parallel, model.architecture
     if model.positions not in ("rope", "none"):
         return f"{name} has a learned weight for each position"
@@ -407,8 +409,8 @@ def _wrong_for_mtp(o: Options, model: ModelConfig) -> str | None:
 
 
 def untrained_rows(o: Options, model: ModelConfig) -> str | None:
-    """The value of --train that also trains the rows of new tokens, beside adapters; None if they
-    are trained."""
+    """The value of --train that also trains the rows of new tokens beside adapters; None if these
+    rows are trained already."""
     if o.trains_new_rows:
         return None
     needed = ["embeddings", *([] if model.tied_embeddings else ["head"])]

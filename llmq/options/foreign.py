@@ -16,7 +16,7 @@ Answers = str | dict[str, str]
 {value} and the other words of _WORDS stand for the given value."""
 
 OUT = "leave it out"
-_ON = {"false": OUT}  # of a switch that is off
+_ON = {"false": OUT}  # answers for a switch that is off
 
 _EIGHT_BITS = "--opt-m-dtype e4m3 --opt-v-dtype e4m3"
 _PAGED = "--offload-opt-m --offload-opt-v"
@@ -384,9 +384,9 @@ PEERS = tuple(dict.fromkeys(peer for peers, _ in NAMES for peer in peers.split("
 
 
 def answer(key: str, value: Any = None) -> str | None:
-    """Return a line about another trainer's name: the trainer, and the option to use instead.
-    value: the given value, None if unknown. Return None for any other name, and for an option of
-    llmq with the same name unless the value is another trainer's."""
+    """Return a line about an option name of another trainer: that trainer, and the option to use
+    instead. value: the given value, None if unknown. Return None for any other name, and for an
+    option of llmq with the same name unless the value is another trainer's."""
     name = key.lower().replace("-", "_")
     if name not in FOREIGN:
         return None
@@ -444,7 +444,8 @@ _WORDS: dict[str, Callable[[str], str]] = {
 
 
 def _filled(template: str, text: str | None) -> str:
-    """The answer with its value; with … if the value is unknown or has no meaning here."""
+    """The answer with its value filled in; … stands for a value that is unknown or has no meaning
+    here."""
     for word, write in _WORDS.items():
         try:
             shown = "…" if text is None else write(text)

@@ -67,11 +67,11 @@ LOSS_PARAMS: dict[str, dict[str, Param]] = {
     "gspo": _clipped(3e-4, 4e-4),
     "cispo": _param("most", 5.0, above=0) | _param("beta", 0.0, min=0),
 }
-"""Parameters by name, of each loss of --loss; also of those that a user's program defines
+"""Parameters by name, for each loss of --loss, and for losses that a user's program defines
 (`register` in llmq/model/losses/__init__.py)."""
 
 OF_LOGITS = {"kd"}
-"""The losses that are computed from logits as the head's product makes them."""
+"""Losses that read the logits as the head's product makes them."""
 
 
 def named_values(texts: Iterable[str]) -> dict[str, str]:

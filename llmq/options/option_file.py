@@ -175,9 +175,9 @@ def save_options(
 ) -> None:
     """Write a configuration as YAML: fewest_values as set, the other options as comments.
 
-    flag: the flag that named the file. head: first lines. notes: by field, replace help texts; then
-    only set values are written. Options of one command are left out. ConfigError for another
-    suffix, and an existing file with other content.
+    flag: the flag that named the file. head: first lines. notes: texts by field that replace help
+    texts; with notes only set values are written. Options that hold for a single command (ONCE) are
+    left out. Raises ConfigError for another suffix, and for an existing file with other content.
     """
     _check_yaml(file, flag)
     content = _as_yaml(config, head, notes)

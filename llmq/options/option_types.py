@@ -36,7 +36,7 @@ _SIZE_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", st
 _SIZE_UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
 _SIZE_UNITS |= {unit: 1024**power for power, unit in enumerate("kmgt", start=1)}
 
-_TOO_LARGE = 2**63  # bytes: sizes elsewhere are int64, and floats become inf
+_TOO_LARGE = 2**63  # bytes: other code holds sizes in int64; longer numbers give inf
 
 NEWEST = "latest"
 """Value of --continue for the newest checkpoint of --checkpoint-dir."""
@@ -65,7 +65,7 @@ LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PA
 """Parts of a model that may be trained beside adapters."""
 
 FP8_DTYPES = ("e4m3", "e5m2")
-"""Formats of output gradients in fp8 products."""
+"""Formats that output gradients may have in fp8 products."""
 
 QUANTIZED = ("e4m3", "e4m3-blocks", "int8", "nf4", "mxfp4", "nvfp4")
 """Formats of --base-dtype that store weights as codes with scales."""
@@ -148,8 +148,8 @@ def parse_repeated(value: Any) -> tuple[str, ...]:
 
 
 def parse_patterns(value: Any) -> str | tuple[str, ...]:
-    """Parse one file pattern, which stays text, or several; NAME=PATTERN names one. ValueError if
-    two have the same name, or none."""
+    """Parse one file pattern, which stays text, or several; NAME=PATTERN names a pattern.
+    ValueError if two patterns have the same name, or no name."""
     patterns = parse_texts(value)
     names = [named_pattern(pattern)[0] for pattern in patterns]
     for name, pattern in map(named_pattern, patterns):
@@ -180,8 +180,8 @@ def named_pattern(text: str) -> tuple[str, str]:
 
 
 def split_weight(text: str) -> tuple[str, float | None]:
-    """A pattern of --train-file and the weight after its last colon, `data/a.bin:0.7`, or None. An
-    existing name is taken literally. ConfigError for a weight that is not positive."""
+    """A pattern of --train-file and the weight after its last colon, `data/a.bin:0.7`, or None. The
+    name of an existing file is taken literally. ConfigError for a weight that is not positive."""
     pattern, colon, number = text.rpartition(":")
     if not colon or not pattern or os.path.exists(os.path.expanduser(text)):
         return text, None
@@ -307,7 +307,7 @@ def parse_targets(value: Any) -> str:
 
 
 def parse_numbers(value: Any) -> tuple[str, ...]:
-    """Parse PATTERN=NUMBER, several with commas or in a mapping. ValueError otherwise."""
+    """Parse PATTERN=NUMBER; several stand between commas or in a mapping. ValueError otherwise."""
     if isinstance(value, Mapping):
         value = [f"{pattern}={number}" for pattern, number in value.items()]
     texts, found = value if isinstance(value, list | tuple) else [value], []
@@ -441,7 +441,8 @@ class Option:
     group: str
     """Panel of --help."""
     parse: Callable[[Any], Any]
-    """From text or a YAML value to the field's value; ValueError says what was expected."""
+    """Function from text or a YAML value to the field's value; its ValueError says what was
+    expected."""
     choices: Collection[str] = ()
     """All permitted values; empty: any."""
     min: float | None = None
@@ -473,7 +474,8 @@ class Option:
         return w if 0 < len(w := "|".join(self.choices)) < 67 else _METAVARS.get(self.parse, "WORD")
 
     def spelled(self, value: Any) -> list[str]:
-        """Words of the command line that give this value: one, or one for each of several."""
+        """Words of the command line that give this value: one word, or one for each of several
+        values."""
         if self.parse is parse_bool:
             return [self.flag if value else f"--no-{self.flags[0]}"]
         values = value if isinstance(value, tuple) else (value,)

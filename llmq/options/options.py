@@ -48,7 +48,7 @@ GROUPS = {
 
 
 class StepOptions(NamedTuple):
-    """Groups of options that a training step reads; normalized."""
+    """The normalized groups of options that a training step reads."""
 
     model: ModelOptions
     batch: BatchOptions
@@ -78,7 +78,7 @@ class TrainConfig(
     """
 
     def group(self, kind: type[Group]) -> Group:
-        """Return the options of one group. kind: its class, such as MemoryOptions."""
+        """Return the options of one group. kind: the group's class, such as MemoryOptions."""
         return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
     @property

@@ -60,15 +60,16 @@ Layers = tuple[dict[str, Any], dict[str, Any]]
 
 
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
-    """Return the normalized, validated options of a run: given values, then the file's, then
-    defaults. given: by flag name, or in mappings by group. file: YAML, JSON or TOML with the same
-    keys; - and _ are equal. ConfigError for an unknown key, an invalid value, or a switch that is
-    off although another option implies it."""
+    """Return the normalized, validated options of a run: given values win over the file's values,
+    and these over defaults. given: by flag name, or in mappings by group. file: YAML, JSON or TOML
+    with the same keys; - and _ are equal. ConfigError for an unknown key, an invalid value, or a
+    switch that is off although another option implies it."""
     return config_of(layers_of(given, file))
 
 
 def layers_of(given: Mapping[str, Any], file: Path | None = None) -> Layers:
-    """Read the file; return its values and the given ones, as of make_config."""
+    """Read the file; return its values and the given values, both with arguments as in
+    make_config."""
     return _of_file(file), _by_field(given, "")
 
 
@@ -78,7 +79,8 @@ def fields_of(layers: Layers) -> frozenset[str]:
 
 
 def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Make the config like make_config. inherited: values by field name that replace defaults."""
+    """Make the config as make_config does. inherited: values by field name that replace
+    defaults."""
     values = dict(inherited or {})
     for layer in layers:
         for one, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -111,8 +113,8 @@ def _merged(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, An
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Converted values by field name, without None; where: prefix of messages. Removed options
-    become current ones, with a warning each. ConfigError lists all wrong keys, and all wrong values
-    of known keys."""
+    become current options, with a warning each. ConfigError lists all wrong keys, and all wrong
+    values of known keys."""
     given: dict[str, Any] = {}
     wrong: list[str] = []
     for key, value, group in _flat(values):

@@ -216,9 +216,10 @@ def _gemma4(
     full_kv_heads: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Fields of Gemma 4: each every-th layer has no window, and heads of 512. shared: layers with
-    keys of others. full_kv_heads: of layers without a window, whose keys are values; None: they
-    are as many as in others, and have values of their own."""
+    """Fields of Gemma 4: each every-th layer has no window, and heads of 512. shared: number of
+    last layers, which read keys of other layers. full_kv_heads: key heads of layers without a
+    window, whose keys are their values; None: all layers have equally many key heads, and values of
+    their own."""
     own = num_layers - shared
     return {
         "sliding_window": window,
@@ -244,7 +245,7 @@ def _shared(count: int, active: int, size: int | None, shared_size: int) -> dict
 
 def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -> dict[str, Any]:
     """Fields of Qwen3.5: three of four layers are delta nets; RoPE turns a quarter of each head in
-    the others. size: of a key and of a value."""
+    the others. size: channels of a key and of a value."""
     layers = all_but_every(4, num_layers)
     heads = {"key_heads": key_heads, "value_heads": value_heads}
     net = DeltaNet(**heads, key_dim=size, value_dim=size, taps=4, layers=layers)
@@ -252,8 +253,8 @@ def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -
 
 
 def _granite_hybrid(attention: tuple[int, ...], layers: int, heads: int, **spaces: int) -> dict:
-    """Fields of Granite 4 hybrid. attention: layers that have attention, without positions, where
-    others have state spaces. heads, spaces: of these."""
+    """Fields of Granite 4 hybrid. attention: numbers of the layers that have attention, without
+    positions; all other layers have state spaces. heads, spaces: sizes of the state spaces."""
     spaces = {"key_heads": 1, "key_dim": 128, "value_dim": 64, "taps": 4} | spaces
     layers_ = tuple(layer not in attention for layer in range(layers))
     return {
@@ -269,8 +270,8 @@ def _granite_hybrid(attention: tuple[int, ...], layers: int, heads: int, **space
 
 def _nemotron(pattern: str, heads: tuple[int, int], experts: tuple[int, ...], size: int) -> dict:
     """Fields of Nemotron 3. pattern: M, E, * or - for each layer: a state space, experts, attention
-    or an MLP. heads: groups and heads of state spaces. experts: how many, how many of them are
-    active, their width, and that of the shared one. size: of states."""
+    or an MLP. heads: numbers of groups and heads of state spaces. experts: number of experts,
+    number of active ones, their width, and the shared expert's width. size: channels of a state."""
     groups, count = heads
     spaces = {"key_heads": groups, "value_heads": count, "key_dim": size, "value_dim": 64}
     *of_experts, shared = experts
@@ -309,8 +310,9 @@ def _latent(
     experts: tuple[int, int, int, int],
     **more: Any,
 ) -> dict[str, Any]:
-    """Fields of DeepSeek. sizes: channels of a head without and with RoPE, and of values. experts:
-    how many, how many of them are active, their width, and that of the shared one."""
+    """Fields of DeepSeek. sizes: channels of a head without RoPE, with RoPE, and of values.
+    experts: number of experts, number of active ones, their width, and the shared expert's
+    width."""
     plain, rotary, values = sizes
     ranks = {"query_rank": query_rank, "rank": rank}
     count, active, size, shared = experts
@@ -566,7 +568,8 @@ def hub_cache() -> Path:
 
 
 def _cached_snapshot(repository: str) -> Path | None:
-    """Snapshot of the revision, else of refs/main, else the newest one; None if there is none."""
+    """Snapshot of the revision, else of refs/main, else the newest snapshot; None without
+    snapshots."""
     repository, _, revision = repository.partition("@")
     cached = hub_cache() / f"models--{repository.replace('/', '--')}"
     if ".." in revision.split("/"):

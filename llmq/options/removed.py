@@ -17,10 +17,11 @@ Values = Mapping[str, Any]
 class Removed(NamedTuple):
     """A removed option.
 
-    now: sentence after "--flag: ". value: the constant, if `numbers` is True, which says that other
-    values computed other numbers. becomes: function from the old value and all old values to the
-    same values of current options; None if no option corresponds. when: True if the option had an
-    effect beside the others. switch: True if the flag had no value.
+    now: sentence after "--flag: ". value: the constant that stands for the option, if `numbers` is
+    True: other values then computed other numbers. becomes: function from the old value and all old
+    values to the same values of current options; None if no option corresponds. when: function from
+    all old values to True if the option had an effect beside these. switch: True if the flag had no
+    value.
     """
 
     now: str
@@ -136,7 +137,7 @@ def current_options(
     value differs from the constant.
 
     where: the source, such as "checkpoint 'ckpt/x/step_1': ". every: warn of all removed options;
-    quiet: of none. ConfigError for a value that computed other numbers.
+    quiet: warn of none. ConfigError for a value that computed other numbers.
     """
     found = {name: value for name, value in values.items() if name not in REMOVED}
     for name in (name for name in values if name in REMOVED):

@@ -28,13 +28,12 @@ class Rule:
     """One statement about one option.
 
     group: instead of `option`, each option of this group whose value is not the default. when:
-    condition on the option's value, the options, and a fact if it has a third argument, whose name
-    identifies the fact; the rule applies if it is true. text: message for str.format with {value},
+    condition on the option's value, the options, and, if it has a third argument, the fact of that
+    name; the rule applies if the condition is true. text: message for str.format with {value},
     {flag}, {shown} ("--seed 5"), {given} ("--seed=5"), {found} (the result of `when`), the fact,
-    and options by name. sets: values of options, or a function from the options to values. use: of
-    save rules, the search that tries them. help: clause for the option's --help. last_word: True
-    hides other idle rules of this option. given: True if the rule needs a value other than the
-    default.
+    and options by name. sets: values of options, or a function from the options to values. use: the
+    search that tries a save rule. help: clause for the option's --help. last_word: True hides other
+    idle rules of this option. given: True if the rule needs a value other than the default.
     """
 
     option: str = ""
@@ -87,7 +86,7 @@ class Rule:
 
 
 class _Words(dict):
-    """Words of a message: the given ones, and values of options by name."""
+    """Words of a message: given words, and values of options by name."""
 
     def __init__(self, options: Options, words: Mapping[str, Any]):
         super().__init__(words)
@@ -112,7 +111,7 @@ class Rules:
     about it; without a fact only rules about options alone count."""
 
     def __init__(self, table: Iterable[Rule]):
-        """table: in the order in which errors and warnings are reported."""
+        """table: rules in the order in which errors and warnings are reported."""
         self.table = tuple(table)
         self._chosen: dict[tuple[type, str, str | None], list[Rule]] = {}
 
@@ -131,8 +130,8 @@ class Rules:
                 object.__setattr__(options, name, value)
 
     def implied_by(self, name: str, options: Options) -> str | None:
-        """Return the flag that switches this option on in normalized options, the first of a chain;
-        None if none does."""
+        """Return the flag that switches this option on in normalized options, the first flag of a
+        chain; None if no flag does."""
         for rule in self.of(options, IMPLY):
             if rule.option != name and rule.changes(options).get(name) is True:
                 option, value = _table(type(options))[rule.option], getattr(options, rule.option)

@@ -46,7 +46,8 @@ def _more_chunks(head: int, attention: int) -> Callable[[Options], Changes]:
 
 
 def _smaller_batch(o: Options) -> Changes:
-    """Values with half the batch size and twice the accumulation; another factor if it is odd."""
+    """Values with half the batch size and twice the accumulation; another factor if the batch size
+    is odd."""
     batch = o.batch_size
     if batch == 1:
         return {}
@@ -90,7 +91,7 @@ _FP8 = {"matmul_dtype": "e4m3", "gradient_dtype": "e4m3"}
 
 SAVERS = (
     # Values that change when and where numbers are computed and kept, but not their formats. Some
-    # do nothing alone, so they stand here in pairs.
+    # values do nothing alone, so pairs of values stand here.
     *(_saver("arrange", _set(True, f"recompute_{name}")) for name in ("swiglu", "norm", "ffn")),
     *(_saver("arrange", _set(True, f"recompute_{name}")) for name in ("qkv", "att", "block")),
     _saver("arrange", {"recompute_layers": "all"}),
@@ -137,7 +138,8 @@ SAVERS = (
     _saver("fast", _set(True, "persistent_quants")),
     _saver("fast", _set(True, "persistent_quants", "offload_quants")),
     _saver("fast", _set(False, "recompute_swiglu", "recompute_norm"), lambda v, o: o.has_adapters),
-    # 8-bit formats that may be faster: of products, of the head beside them, of other tensors.
+    # 8-bit formats that may be faster: for products, for the head beside fp8 products, for other
+    # tensors.
     _saver("products", _FP8),
     _saver("head", {"head_dtype": "e4m3"}),
     _saver("others", {"mlp_dtype": "e4m3"}, lambda v, o: o.fp8_recipe != "jit"),
@@ -164,7 +166,7 @@ SAME_BITS = (
         EXACT,
         lambda v, o, ranks: True,
     ),
-    *(  # defaults that are not always off; None: by the model
+    *(  # options that may be on by default; None: the model decides
         Rule(option=name, effect=EXACT, when=lambda v, o, ranks: v is not None, sets={name: False})
         for name in ("recompute_swiglu", "recompute_norm")
     ),

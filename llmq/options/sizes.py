@@ -1,8 +1,9 @@
 """Sizes of a new model, and positions of any model: options that override those of --model.
 
 A size that is not given stays the preset's, unless it follows from a given one. Key and value heads
-follow the query heads if the preset has equal numbers. A head follows width / heads, unless the
-architecture sets it separately. The MLP follows the width if the architecture makes it a multiple.
+follow the query heads if the preset has equal numbers. A head has width / heads channels, unless
+the architecture sets them separately. The MLP's width follows the model's width if the architecture
+makes it a multiple.
 """
 
 import json
@@ -33,7 +34,8 @@ def given_sizes(config: TrainConfig) -> dict[str, Any]:
 
 
 def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
-    """Return the model with other sizes. given: of given_sizes, with vocab_size as a number.
+    """Return the model with other sizes. given: the result of given_sizes, with vocab_size as a
+    number.
 
     ConfigError, which names the flag, if sizes contradict each other or the architecture.
     """
@@ -107,8 +109,8 @@ def _experts(model: ModelConfig, given: dict[str, int], layers: int) -> Experts 
 
 
 def _scaling(model: ModelConfig, longest: int, text: str | None) -> RopeScaling | None:
-    """The RoPE scaling of a model with `longest` positions. text: of --rope-scaling; None: as in
-    the model."""
+    """The RoPE scaling of a model with `longest` positions. text: value of --rope-scaling; None: as
+    in the model."""
     own = model.rope_scaling
     if text is None:
         grows = own is not None and own.kind == "dynamic"

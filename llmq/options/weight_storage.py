@@ -44,11 +44,12 @@ class WeightStorage(NamedTuple):
         return precision.model_dtype, "" if precision.own_master else of_master
 
     def streams(self, shards: int) -> bool:
-        """True if blocks take turns in slots of work weights. shards: parts of the state."""
+        """True if blocks take turns in slots of work weights. shards: number of parts of the
+        state."""
         return self.parallel.shard_weights and self.why_weights_stay(shards) is None
 
     def has_masters(self, shards: int) -> bool:
-        """True if the optimizer updates other tensors of the blocks than products read."""
+        """True if the optimizer updates tensors of the blocks that products do not read."""
         return self.has_codes or self.precision.own_master or self.streams(shards)
 
     def why_weights_stay(self, shards: int) -> str | None:

@@ -42,7 +42,7 @@ class BatchOptions:
 
     @property
     def local_seq_len(self) -> int:
-        """Tokens T of a sequence on one device; `seq_len` is the data's."""
+        """Tokens T of a sequence on one device; `seq_len` is the length in the data."""
         return self.seq_len // self.context_parallel
 
     @property
@@ -51,7 +51,7 @@ class BatchOptions:
         return self.batch_size * self.local_seq_len
 
     def local_heads(self, heads: Heads) -> Heads:
-        """Return the heads of which one device computes attention, over whole sequences."""
+        """Return the numbers of heads whose attention one device computes, over whole sequences."""
         parts = self.context_parallel
         return Heads(heads.query // parts, max(heads.kv // parts, 1), heads.channels)
 

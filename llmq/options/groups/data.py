@@ -124,15 +124,16 @@ class DataOptions:
 
 
 def held_out(folder: str) -> str | None:
-    """Pattern of the validation files that `llmq tokenize` has written into a folder; None for any
-    other name, and a folder without such files."""
+    """Pattern of the validation files that `llmq tokenize` has written into a folder; None for a
+    folder without such files, and for any other name."""
     path = Path(folder).expanduser()
     files = path.is_dir() and any(path.glob("eval*.bin"))
     return f"{glob.escape(str(path))}/eval*.bin" if files else None
 
 
 def _tokenized(o: Options) -> str | None:
-    """Pattern of the validation files in the folders of --train-file; None unless each has some."""
+    """Pattern of the validation files in the folders of --train-file; None unless each folder has
+    some."""
     found = [held_out(pattern) for pattern in o.train_patterns]
     if not found or None in found:
         return None

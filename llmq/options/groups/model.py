@@ -181,7 +181,8 @@ class ModelOptions:
 
     @property
     def freezes_model(self) -> bool:
-        """True if the base model is frozen: adapters are trained, or no weights at all."""
+        """True if the base model is frozen, because only adapters or no weights at all are
+        trained."""
         return self.has_adapters or self.only_scores
 
     @property
@@ -205,12 +206,12 @@ class ModelOptions:
         return self.trains_mtp and self.lora_targets == NONE
 
     def mtp_sequences(self, batch_size: int) -> int:
-        """The first sequences of a micro-batch, of which a head for multi-token prediction is
-        trained."""
+        """Number of sequences, the first of a micro-batch, that train a head for multi-token
+        prediction."""
         return max(int(self.mtp_share * batch_size), 1)
 
     def mtp_part(self, batch_size: int) -> float:
-        """The part of a micro-batch of which such a head is trained."""
+        """Share of a micro-batch's sequences that train a head for multi-token prediction."""
         return self.mtp_sequences(batch_size) / batch_size if self.trains_mtp else 0.0
 
     @property

@@ -37,7 +37,7 @@ _TRAINED_BY = {
     "head": ("head",),
     "vectors": ("norms", "biases", "adapted-biases"),
 }
-"""Words of --train by part of --lr-parts: beside adapters one of these words must be given."""
+"""Words of --train by part of --lr-parts: beside adapters a part needs one of these words."""
 
 SCHEDULES = ("cosine", "linear", "wsd")
 
@@ -267,7 +267,7 @@ class OptimOptions:
 
 
 def _count(given: float, steps: int) -> int:
-    """Number of steps. given: steps, or below 1 a share of all `steps`."""
+    """Number of steps. given: a number of steps, or, below 1, a share of all `steps`."""
     return int(given) if given >= 1 else round(given * steps)
 
 
@@ -507,7 +507,7 @@ OPTIM_RULES = (
         lambda v, o: (o.loss != "ce" or o.token_weights) and v > 0,
         "would be weighted as tokens are, of which --loss {loss} makes some less likely",
     ),
-    # For token files: a caller's own batches have scores and masks.
+    # This holds for token files: a caller's own batches have scores and masks.
     *each(
         "scores",
         REFUSE,

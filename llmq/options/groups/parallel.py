@@ -69,8 +69,8 @@ class ParallelOptions:
     watchdog: int = option(300, "Seconds without progress after which a run stops; 0: never", min=0)
 
     def shards(self, world_size: int, machines: int = 1) -> int:
-        """Number of shards of the state: all ranks, or the ranks of one machine. machines: share
-        the ranks equally."""
+        """Number of shards of the state: all ranks, or the ranks of one machine. machines: number
+        of machines, which share the ranks equally."""
         return world_size if self.shard_over == "world" else world_size // machines
 
     @property
@@ -182,7 +182,7 @@ PARALLEL_RULES = (
         lambda v, o, ranks: ranks.world_size == 1,
         "{shown} has no effect {ranks.alone}",
     ),
-    # Options implied by --zero-level count as one, which may work in part.
+    # Options implied by --zero-level count as one option, which may have part of its effect.
     *idle(
         "shard_weights",
         lambda v, o, ranks: o.zero_level < 3 and undivided(o, ranks, "weights"),

@@ -78,7 +78,7 @@ class PrecisionOptions:
 
     @property
     def is_fp8(self) -> bool:
-        """True if the matrix products of blocks run in fp8."""
+        """True if matrix products of the blocks run in fp8."""
         return self.matmul_dtype == "e4m3"
 
     @property
