@@ -112,7 +112,8 @@ def run_line(record: dict[str, Any]) -> str:
 
 
 def _shared(config: TrainConfig) -> TrainConfig:
-    """The config that all runs of one trainer have in common; rates appear only as quotients."""
+    """The config that all runs of one trainer have in common: all rates are divided by the learning
+    rate, and options about steps have their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     # The captured update has the quotients of rates as constants.
     rate, muon_lr = config.learning_rate, config.muon_lr
@@ -171,8 +172,8 @@ def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, A
 STEP = 2.0  # factor from one rate to the next
 MOST_FURTHER = 3  # further rates, while the best one is an end of the ladder
 FEWEST = 3  # rates: a parabola needs three points
-# Defaults of options that are not given. A model of four blocks then trains on 16 million tokens,
-# three for each parameter: too few for the lowest loss, and enough to rank rates.
+# Defaults of options that are not given. With these a model of four blocks trains on 16 million
+# tokens, three for each parameter: too few for the lowest loss, and enough to rank rates.
 USUAL = {"batch-size": 16, "grad-accumulation": 1, "steps": 1000, "eval-num-steps": 32}
 USUAL |= {"learning-rate": 0.002, "lr-schedule": "linear", "final-lr-fraction": 0.0}
 OF_MUON = {"learning-rate": 0.016}  # for the parameters that AdamW trains

@@ -146,7 +146,7 @@ SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 
 class Change(NamedTuple):
-    """A relative change of speed, and a verdict from the repeats."""
+    """part: relative change of speed. verdict: words on the change, from the repeats."""
 
     part: float
     verdict: str

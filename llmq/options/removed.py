@@ -33,8 +33,8 @@ class Removed(NamedTuple):
 
 
 def _loss_param(name: str, example: Any, switch: bool = False) -> Removed:
-    """A removed option that --loss-params replaces. Losses without the parameter ignored it; values
-    without a loss may be for a loss that has it."""
+    """A removed option that --loss-params replaces. A loss without the parameter ignored the
+    option. If `values` name no loss, the loss may have the parameter."""
 
     def becomes(value: Any, values: Values) -> dict[str, Any]:
         known = "loss" not in values or name in LOSS_PARAMS.get(values["loss"], {})

@@ -108,7 +108,7 @@ def _defaults(config_class: type) -> Options:
 
 class Rules:
     """A table of rules and its evaluation. A fact is passed as one keyword, and selects the rules
-    about it; without a fact only rules about options alone count."""
+    about this fact; without a fact only rules about options alone count."""
 
     def __init__(self, table: Iterable[Rule]):
         """table: rules in the order in which errors and warnings are reported."""
@@ -157,8 +157,8 @@ class Rules:
         return [rule.line(options, found, **fact) for rule, found in applying if rule.text]
 
     def help(self, name: str, text: str) -> str:
-        """Return an option's help with the clauses of its rules. A clause replaces {rule}; else one
-        that ends with a colon goes first, and other clauses follow."""
+        """Return an option's help with the clauses of its rules. A clause replaces {rule}; else a
+        clause that ends with a colon stands before the help, and other clauses behind."""
         for clause in self._clauses(name):
             if "{rule}" in text:
                 text = text.replace("{rule}", clause)
@@ -222,6 +222,6 @@ def idle(names: str, when: Any, text: str, **more: Any) -> Iterator[Rule]:
 
 
 def without(names: str, has: Callable[[Options], Any], what: str) -> Iterator[Rule]:
-    """Rules for options without effect unless others are given. has: True if the others are given;
-    what: their names."""
+    """Rules for options that have no effect unless other options are given. has: True if these are
+    given; what: the names of these."""
     return idle(names, lambda v, o: not has(o), f"has no effect without {what}")

@@ -52,7 +52,7 @@ PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer"
 # From h100_ops.txt and peers.json in benchmarks/, and products tuned for an H100.
 COPY_SHARE = 0.88  # share of the sheet's bandwidth in memory-bound kernels
 LAUNCH = 5e-6  # seconds of a launch beside its bytes or FLOPs: filling and draining the GPU
-GRAPH_LAUNCH = 2.5e-6  # seconds of a small kernel's launch in a CUDA graph; not measured
+GRAPH_LAUNCH = 2.5e-6  # LAUNCH of small kernels in a CUDA graph; not measured
 # Multiprocessors with 100 KB of shared memory (GeForce, workstations): the library's tiles are half
 # as large as on an H100, and at 2.5 GHz instead of 1.5 a launch fills and drains sooner. Both
 # numbers follow from llm.q's published speeds (published.md).

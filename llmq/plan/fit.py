@@ -318,7 +318,7 @@ class _Tried:
         return self._differs and self.speed > (1 + NOTICEABLE) * other.speed
 
     def _searched(self, best: Candidate, change: Changes) -> float:
-        """Speed with the best candidate's micro-batch and a new arrangement."""
+        """Tokens per second with the best candidate's micro-batch and options rearranged to fit."""
         size = best.config.batch_size
         given = next(each for each in self._fit.ladder() if each.batch_size == size)
         config = self._shrinker.allowed(given, change)

@@ -56,7 +56,7 @@ FP8_LOSS = 1.002  # factor on the loss: 0.07 and 0.21 % more after 540 steps (do
 # Li et al., arXiv:2503.04715, for AdamW: N in parameters without embeddings, D in tokens.
 BATCH = (0.58, 0.571)  # tokens per step: 0.58 D^0.571
 # Muon tolerates up to four times as many tokens per step. Twice as many gave a lower loss in runs
-# of equal time, because these trained 18 to 30 % more tokens
+# of equal time, which trained 18 to 30 % more tokens
 # (benchmarks/h200/2026-11-26/h200_recipe_around).
 MUON_BATCH, MUON_GAIN = 4, 1.15
 RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
@@ -79,7 +79,7 @@ MOST_PASSES = 4
 """Most passes over the data in a recipe: this many are worth nearly as much as new data
 (arXiv:2305.16264). Larger models memorize data sooner: of 55 and 91 million parameters on 24
 million tokens, the losses of 7 and of 4 passes were 0.5 and 0.15 above the law (docs/recipe.md)."""
-CARRIED = 2.0  # parameters per token; above, fewer passes count, by the root of the ratio
+CARRIED = 2.0  # parameters per token above which fewer passes are permitted: as 1 / root
 
 CHOSEN = {"steps", "epochs", "max_hours"}
 """Options that follow from the hours and cannot be given."""

@@ -208,7 +208,7 @@ def _speed_facts(record: dict[str, Any], where: PlanTarget) -> dict[str, str | N
 
 
 def _verdict(record: dict[str, Any], where: PlanTarget, free: dict[str, int] | None) -> str:
-    """Text that says if the plan fits. free: as in the allocator's table."""
+    """Text that says if the plan fits. free: free bytes, as allocator_table takes them."""
     limit, host_limit = where.limits.device, where.limits.host
     if record["fits"] is None:
         return "compare with the card, or give --gpu-memory"

@@ -16,9 +16,9 @@ ROWS = 4  # rows of `card_times`
 
 
 def card_times(plan: Plan, rates: Rates) -> np.ndarray:
-    """Seconds F64 (ROWS, PARTS) on a card. The rows: a step's first micro-step, one between the
-    first and the last, the last micro-step, and the update. Without one between, its row has the
-    times of the first. Parts that the plan lacks take no time."""
+    """Seconds F64 (ROWS, PARTS) on a card. The rows: a step's first micro-step, a middle one, the
+    last one, and the update. A step of two micro-steps has no middle one; the first one's times
+    stand for it. Parts that the plan lacks take no time."""
     times = np.zeros((ROWS, len(PARTS)))
     traces = [trace for trace, _ in plan.micro_steps]
     if traces:

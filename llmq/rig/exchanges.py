@@ -285,8 +285,8 @@ def measured(
 
 
 def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] | None:
-    """The load of the slowest rank; None without loads. All ranks load the same number of bytes at
-    once."""
+    """Exchanges.load with the times of the slowest rank; None without loads. All ranks load the
+    same number of bytes at once."""
     if not loads:
         return None
     nbytes, alone, beside = zip(*loads, strict=True)

@@ -18,7 +18,7 @@ _AS_MODEL = "as --model-dtype if not given"
 
 
 def _formats(name: str, *codes: str) -> Iterator[Rule]:
-    """Rules for the formats of an option: the model's, and `codes` beside a bf16 model."""
+    """Rules that permit the model's format for an option, and `codes` beside a bf16 model."""
 
     def others(v: str, o: Options) -> str | None:
         allowed = (o.model_dtype, *(codes if o.model_dtype == "bf16" else ()))
