@@ -1,16 +1,16 @@
-"""How fast texts are continued: tokens per second of so many texts at a time, and the floor.
+"""Measure decoding: tokens per second for several numbers of texts, beside the floor.
 
     python tools/decode_speed.py --model Qwen2.5-0.5B --texts 1,16,64 [--device cuda] [--new 256]
 
-The model is a preset with random weights. A row is the median of --repeats runs, behind one that
-warms up: all texts with prompts of --prompt tokens, and --new tokens each, from the first pass over
-a prompt to the last token. `floor` are the tokens per second of a device that does nothing but
-read: in each pass all weights that it multiplies, and the keys and values of all texts at half
-their length, at the speed at which the device copies 256 MiB. With --kv-dtype another line says how
-far log-probabilities are from those with keys and values in the model's format, on average over the
-likeliest tokens of texts, up to the first one that differs. With --prompts N a last line says how
-fast prompts of N tokens are computed, as many texts together as in the last row, beside the forward
-pass of training over the same tokens.
+The model is a preset with random weights. A row is the median of --repeats runs after a run that
+warms up. In a run each text has a prompt of --prompt tokens and gets --new tokens; the time
+includes the pass over the prompts. `floor` is the speed, in tokens per second, of a device that
+only reads memory, at the rate at which the device copies 256 MiB. Each pass reads the weights that
+it multiplies, and the keys and values of all texts when half the new tokens are there. With
+--kv-dtype another line gives the mean difference of log-probabilities from a run with keys and
+values in the model's format, over greedy texts up to the first token that differs. With --prompts N
+a last line compares the speed of the pass over prompts of N tokens, for as many texts as in the
+last row, with the forward pass of training over the same tokens.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from llmq.state.params import weight_table
 from llmq.state.weights import Weights
 
 COPIED, COPIES = 256 * MIB, 5
-FEW = 4  # texts of which log-probabilities are compared
+FEW = 4  # number of texts whose log-probabilities are compared
 CODES = {"nf4": 33 / 64, "mxfp4": 17 / 32, "e4m3": 1, "int8": 1}  # bytes of a value, with scales
 
 
 class Dtypes(NamedTuple):
-    """Formats of the model, of the blocks' matrices, and of keys and values."""
+    """Formats of the model (model), of the blocks' matrices (base), and of keys and values (kv);
+    None: as the model."""
 
     model: str
     base: str | None
@@ -55,8 +56,9 @@ class Dtypes(NamedTuple):
 
 
 class Row(NamedTuple):
-    """So many texts at a time. tokens: a second, the median; least, most: of the runs. floor: as in
-    the module's docstring."""
+    """A row of the table. texts: number of texts at a time. tokens, least, most: median, minimum
+    and maximum over runs, in tokens a second. floor: tokens a second, as in the module's
+    docstring."""
 
     texts: int
     tokens: float
@@ -65,7 +67,7 @@ class Row(NamedTuple):
     floor: float
 
     def line(self, alone: float) -> str:
-        """The row of the table. alone: tokens a second of the first row."""
+        """The row in Markdown. alone: tokens a second of the first row."""
         cells = [str(self.texts), f"{self.tokens:,.0f}", f"{self.least:,.0f}-{self.most:,.0f}"]
         cells += [f"{self.tokens / alone:.1f}", f"{self.floor:,.0f}"]
         cells.append(f"{self.tokens / self.floor:.1%}")
@@ -73,7 +75,7 @@ class Row(NamedTuple):
 
 
 def copy_rate(machine: Machine) -> float:
-    """Bytes a second, read and written, at which the device copies."""
+    """Rate at which the device copies: bytes read plus bytes written, per second."""
     dev: Device = machine.open(MemorySizes(device=2 * COPIED))
     try:
         one, two = (dev.alloc(name, (COPIED,), U8, "Activations") for name in ("from", "to"))
@@ -93,7 +95,8 @@ def copy_rate(machine: Machine) -> float:
 def bytes_read(
     sampler: Sampler, base_dtype: str | None, kv_dtype: str | None, texts: int, length: float
 ) -> float:
-    """In a pass over so many texts of this length, each with experts of its own."""
+    """Bytes that the device reads in one pass over `texts` texts of `length` tokens, if no two
+    texts share an expert."""
     config, weights = sampler.config, sampler.generator.weights
     item = weights.placement["embed"].work.dtype.itemsize
     matrices = sum(
@@ -125,7 +128,7 @@ def requests_of(model: str, texts: int, prompt: int, new: int) -> list[Request]:
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:
-    """The median of so many runs, behind one that warms up."""
+    """Median seconds of `repeats` runs of `work`, after a run that warms up."""
     found = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
@@ -137,8 +140,8 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 def prompts_beside_forward(
     machine: Machine, model: str, dtypes: Dtypes, texts: int, length: int, repeats: int
 ) -> tuple[float, float]:
-    """Tokens a second of prompts of so many texts, each with one new token, and of the forward
-    pass over the same tokens with their losses."""
+    """Tokens a second of the pass over the prompts of `texts` texts, with one new token each, and
+    of the forward pass with losses over the same tokens."""
     requests, config = requests_of(model, texts, length, 1), preset(model)
     with opened(machine, model, dtypes, texts, length + 1) as sampler:
         generate = partial(deque, maxlen=0)
@@ -167,7 +170,7 @@ def measure(
     new: int,
     repeats: int,
 ) -> tuple[float, list[float]]:
-    """The bytes that a pass reads, and tokens a second of each run."""
+    """The bytes that a pass reads on average, and tokens a second of each run."""
     requests = requests_of(model, texts, prompt, new)
     with opened(machine, model, dtypes, texts, prompt + new) as sampler:
         found = []
@@ -179,7 +182,8 @@ def measure(
 
 
 def difference(machine: Machine, model: str, dtypes: Dtypes, prompt: int, new: int) -> float:
-    """The mean distance of log-probabilities from those without a kv_dtype, of greedy texts."""
+    """Mean absolute difference between log-probabilities with and without kv_dtype, over the equal
+    first tokens of greedy texts."""
     requests = [r._replace(temperature=0) for r in requests_of(model, FEW, prompt, new)]
     found = []
     for each in (dtypes, dtypes._replace(kv=None)):
@@ -204,7 +208,7 @@ def main(
     repeats: int = 5,
     prompts: Annotated[int, typer.Option(help="Tokens of prompts that are timed.")] = 0,
 ) -> None:
-    """Print a table."""
+    """Measure decoding and print a table."""
     machine = choose_machine(device, 1)
     rate, rows = copy_rate(machine), []
     dtypes = Dtypes(model_dtype, base_dtype, kv_dtype)

@@ -1,9 +1,10 @@
-"""The share of the 40 most trained families of decoders that llmq trains as transformers does.
+"""Count which of the 40 most trained families of decoders llmq trains as transformers does.
 
-For each family a tiny random model of transformers goes the whole way in F32 on the CPU, by the
-tests of tests/arch/test_families.py: a step has transformers' loss (1e-5) and gradients (1e-4),
-packed documents have those of each alone, greedy text is the same, and the export loads again as
-the same model. The families are those of commits and notebooks of six trainers in 2026.
+For each family transformers makes a tiny random model, and llmq loads the model in F32 on the CPU.
+The tests of tests/arch/test_families.py then compare both: a step's loss (to 1e-5) and gradients
+(to 1e-4), the losses of packed documents with the losses of each document alone, greedy text, and
+the exported model. The 40 families are the ones that commits and notebooks of six trainers name in
+2026.
 
     python tools/families.py --out benchmarks/cpu/2026-11-30/families.md
 """
@@ -68,7 +69,8 @@ def result(name: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """Return the reason for which the config.json of a family without a test is refused."""
+    """Return why llmq refuses the config.json of a family without a test, or that llmq accepts the
+    file."""
     kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     architecture = names.get(name) or name

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Texts beside transformers: tokens per second of both on one device, from one command.
+"""Compare decoding by llmq and by transformers: tokens per second of both on one device.
 
     PYTHONPATH=. tools/generate_beside.py --model Qwen2.5-0.5B --texts 1,16,64 [--new 256]
 
-transformers makes a model of the preset with random weights, in a process of its own, and saves it;
-llmq then reads the same safetensors. Both continue the same prompts of random ids by the likeliest
-tokens, and no text ends before --new tokens. transformers has a static cache, and torch.compile of
-its forward with CUDA graphs (mode reduce-overhead); --compile none leaves that out, as the CPU
-needs. A number is the median of --repeats runs behind --warm-ups, from the first pass over a
-prompt to the last token. `equal` is the part of texts whose first token is the same: random weights
-in bf16 have near ties.
+A process of its own makes transformers' model of the preset with random weights, and saves the
+model; llmq then reads the same safetensors. Both continue the same prompts of random ids by the
+likeliest tokens, and every text gets --new tokens. transformers uses a static cache, and its
+forward is compiled by torch.compile with CUDA graphs (mode reduce-overhead); --compile none leaves
+the compilation out, which the CPU needs. A speed is the median of --repeats runs after --warm-ups
+runs, and includes the pass over the prompts. `equal` is the fraction of texts whose first new token
+is the same on both sides: random weights in bf16 have near ties.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from llmq.runtime.machine import choose_machine
 
 
 class Job(NamedTuple):
-    """The work of both sides. document: config.json. texts: numbers of texts at a time. dtype: of
-    --model-dtype. compiled: of transformers' side, a mode of torch.compile, or "none"."""
+    """The work of both sides. document: content of config.json. folder: the model's folder. texts:
+    numbers of texts at a time, one for each row. prompt, new: tokens of a prompt, and new tokens of
+    a text. dtype: "bf16" or "fp32". compiled: mode of torch.compile for transformers, or "none"."""
 
     document: dict[str, Any]
     folder: str
@@ -53,20 +54,21 @@ class Job(NamedTuple):
     compiled: str
 
     def prompts(self, count: int) -> np.ndarray:
-        """Ids (count, prompt)."""
+        """Random token ids of `count` prompts, int64 (count, prompt)."""
         rng = np.random.default_rng(count)
         return rng.integers(0, self.document["vocab_size"], (count, self.prompt))
 
 
 class Found(NamedTuple):
-    """Tokens a second of so many texts, and the first new id of each."""
+    """Result of one number of texts. speed: new tokens a second. first: first new id of each
+    text."""
 
     speed: float
     first: list[int]
 
 
 def timed(job: Job, count: int, generate: Callable[[], list[int]]) -> Found:
-    """generate: one run, to its end; returns the first new ids."""
+    """Time runs of `generate`, which continues `count` texts and returns their first new ids."""
     seconds = []
     for _ in range(job.warm_ups + job.repeats):
         start = time.perf_counter()
@@ -76,7 +78,8 @@ def timed(job: Job, count: int, generate: Callable[[], list[int]]) -> Found:
 
 
 def transformers_side(job: Job) -> tuple[str, list[Found]]:
-    """The versions, and what transformers does; saves the model."""
+    """Save the model, and time transformers; return its version and a result for each number of
+    texts."""
     import torch
     import transformers
 
@@ -90,7 +93,7 @@ def transformers_side(job: Job) -> tuple[str, list[Found]]:
     how: dict[str, Any] = {"do_sample": False, "cache_implementation": "static"}
     how |= {"max_new_tokens": job.new, "min_new_tokens": job.new, "pad_token_id": 0}
     if hasattr(model.generation_config, "disable_compile"):
-        how["disable_compile"] = True  # what it would compile by itself is compiled here
+        how["disable_compile"] = True  # torch.compile below replaces transformers' own
     if job.compiled != "none":
         model.forward = torch.compile(model.forward, mode=job.compiled, fullgraph=True)
 
@@ -126,7 +129,8 @@ def llmq_side(job: Job) -> list[Found]:
 
 
 def apart(side: Callable[[Job], Any], job: Job) -> Any:
-    """A side in a process of its own, which then leaves the device."""
+    """Run a side in a process of its own, whose end frees the device's memory; return the side's
+    result."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(side, job).result()
 
@@ -144,7 +148,7 @@ def main(
     warm_ups: int = 2,
     repeats: int = 3,
 ) -> None:
-    """Print a table."""
+    """Measure both sides and print a table."""
     counts = [int(count) for count in texts.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         sizes = (prompt, new, warm_ups, repeats)

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""A step of rewards beside TRL's: seconds and memory of both, from one command.
+"""Compare a GRPO step of llmq with a GRPO step of TRL: seconds and memory of both.
 
     pip install trl
     PYTHONPATH=. tools/rl_speed.py MODEL --limit 24 --base-dtype nf4 [--sides llmq,trl]
 
-MODEL is a folder with weights and tokenizer. Both sides sample --samples texts of each of --prompts
-prompts, at most --new tokens each, reward a text by its part of vowels, and train adapters of all
-linear layers by GRPO on the samples, once. llmq has --memory-limit. TRL samples with transformers'
-`generate`; weights of TRL are in bf16 (bitsandbytes' 4 bits would be smaller and slower), gradients
-are checkpointed, and torch refuses memory beyond the same limit. Each side runs in a process of its
-own. A row has the median of --steps steps behind a first step (--steps 0: the first one), the mean
-length of a text, and the peak of memory: what the driver counts for llmq, context and kernels
-included, and what torch has reserved for TRL.
+MODEL is a folder with weights and tokenizer. Each side samples --samples texts for each of
+--prompts prompts, with at most --new tokens a text. A text's reward is its fraction of vowels. Each
+side then trains adapters of all linear layers by GRPO, once on these samples. llmq runs with
+--memory-limit. TRL samples with transformers' `generate` and checkpoints gradients; its weights are
+in bf16 (bitsandbytes' 4-bit weights would be smaller and slower), and torch refuses memory beyond
+the same limit. Each side runs in a process of its own. A row has the median time of the --steps
+steps after a first step (--steps 0: the time of the first step), the mean length of a text, and the
+memory. llmq's memory is the driver's count, context and kernels included; TRL's memory is the peak
+that torch has reserved.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @dataclass(frozen=True)
 class Job:
-    """A side's work. limit: GiB of GPU memory. batch: texts that TRL, or sequences that llmq trains
-    at a time. steps: behind the first one. recompute: llmq keeps no activations within blocks."""
+    """The work of one side. limit: GiB of GPU memory. batch: number of texts (TRL) or sequences
+    (llmq) in a micro-batch. steps: number of steps after the first one. recompute: True if llmq
+    keeps no activations within blocks."""
 
     model: str
     limit: float
@@ -53,12 +55,13 @@ Found = dict[str, Any]
 
 
 def vowels(text: str) -> float:
-    """The reward of a text."""
+    """The reward of a text: about its fraction of vowels."""
     return sum(text.count(letter) for letter in "aeiou") / (1 + len(text))
 
 
 def llmq_side(job: Job) -> Found:
-    """Train with llmq: seconds of each step, and of its samples, and the mean length of texts."""
+    """Train with llmq; return each step's seconds, its seconds of sampling and its mean length of
+    texts, and the memory in bytes."""
     from llmq import Trainer
     from llmq.run.rollouts import Rollouts
 
@@ -91,7 +94,8 @@ def llmq_side(job: Job) -> Found:
 
 
 def trl_side(job: Job) -> Found:
-    """Train with TRL: seconds of each step, and the mean length of texts."""
+    """Train with TRL; return each step's seconds and its mean length of texts, and the memory in
+    bytes."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -105,7 +109,7 @@ def trl_side(job: Job) -> Found:
     seconds, lengths = [], []
 
     class Clock(TrainerCallback):
-        """Times each step between two synchronisations."""
+        """Callback that times each step between two synchronisations of the device."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = self._now()
@@ -150,7 +154,7 @@ def trl_side(job: Job) -> Found:
 
 
 def median(values: list[float]) -> float:
-    """Return the median of all values behind the first one, or of the only one."""
+    """Return the median of the values after the first one; a single value is returned itself."""
     return statistics.median(values[1:] or values)
 
 
@@ -158,7 +162,7 @@ SIDES = {"llmq": llmq_side, "trl": trl_side}
 
 
 def row(side: str, found: Found, job: Job) -> str:
-    """A line of the table."""
+    """Return a side's row of the table."""
     step, length = (median(found[name]) for name in ("seconds", "length"))
     cells = [side, f"{step:.2f}"]
     cells += [f"{median(found['sampled']):.2f}" if "sampled" in found else "-"]
@@ -168,7 +172,8 @@ def row(side: str, found: Found, job: Job) -> str:
 
 
 def measured(side: str, job: Job) -> Found:
-    """Return the result of a side in a process of its own; `error`: the end of its output."""
+    """Run a side in a process of its own; return its result, or {"error": end of stderr} if the
+    process fails."""
     command = [
         sys.executable,
         __file__,
@@ -202,7 +207,7 @@ def main(
     side: Annotated[str | None, typer.Option(hidden=True)] = None,
     job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Print a table."""
+    """Measure the sides and print a table."""
     if side is not None and job is not None:
         print(json.dumps(SIDES[side](Job(**json.loads(job)))))
         return
