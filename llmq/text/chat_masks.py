@@ -1,10 +1,10 @@
 """Masks of conversations: the trained characters of a text, and the tokens of these characters.
 
-`{% generation %}` marks in a template name the trained characters. Without marks, a message's
-characters are found by two renderings, up to the message and with the message, which must both be
-prefixes of the whole text. If a rendering is no prefix, DataError is raised: Qwen3's template, for
-example, leaves out the thinking of earlier turns. A token is trained if one of its characters is,
-as in transformers' `return_assistant_tokens_mask`.
+`{% generation %}` marks in a template name the trained characters. Without marks, two renderings
+find a message's characters: one of the messages before it, and one that ends with it. Both must be
+prefixes of the whole text, else DataError is raised: Qwen3's template, for example, leaves out the
+thinking of earlier turns. A token is trained if one of its characters is trained, as in
+transformers' `return_assistant_tokens_mask`.
 """
 
 import re
@@ -40,9 +40,9 @@ class Chat:
     train_on: str
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
-        """Documents of a conversation, in order: each a text, and (start, end) of its trained parts
-        in characters. DataError if the template refuses the conversation, a part cannot be found,
-        or nothing is trained."""
+        """Documents of a conversation, in order: the text of each document, and (start, end) of its
+        trained parts in characters. DataError if the template refuses the conversation, a part
+        cannot be found, or nothing is trained."""
         check_roles(conversation.messages, self.template.texts(conversation.tools))
         turns = self._turns(conversation)
         if self.train_on != "each":
@@ -69,7 +69,7 @@ class Chat:
         return whole.text, spans
 
     def _turns(self, conversation: Conversation) -> list[int]:
-        """Numbers, from 0, of the messages that are trained."""
+        """Indices, from 0, of the trained messages; [] with train_on "all"."""
         if self.train_on == "all":
             return []
         turns = [
@@ -120,7 +120,7 @@ class Chat:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """Renderer of a prompt and a completion without a chat template; the completion is trained.
-    train_on: as in Chat; all values but "all" mean the same for a single completion."""
+    train_on: as in Chat; with a single completion all values but "all" mean the same."""
 
     train_on: str
 
@@ -154,7 +154,7 @@ class _View:
         )
 
     def check_written(self, text: str) -> None:
-        """Raise DataError for a message none of whose words is in the text."""
+        """Raise DataError for a message if none of its words is in the text."""
         for number, message in enumerate(self.messages, 1):
             if not _has_words(text, message):
                 raise DataError(
@@ -174,7 +174,7 @@ def _has_words(text: str, message: Message) -> bool:
 
 
 def _texts_of(message: Message) -> Iterator[str]:
-    """Texts of a message: content, reasoning, and names and arguments of calls."""
+    """Texts of a message: its content, its reasoning, and the names and arguments of its calls."""
     yield text_of(message.get("content"))
     yield from (message[name] for name in REASONING if isinstance(message.get(name), str))
     for name in (TOOL_CALLS, FUNCTION_CALL):
@@ -190,7 +190,7 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
-    """Marked parts of the trained messages, (start, end) in characters."""
+    """(start, end) in characters of the marked parts of the messages with indices `turns`."""
     answers = [i for i, m in enumerate(view.messages) if m["role"] == "assistant"]
     if [*turns] == answers:
         return whole.generated
@@ -210,8 +210,8 @@ def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
 
 
 def _marks_upto(view: _View, whole: Rendered, turn: int) -> int:
-    """Number of marks of the messages in front of a turn. DataError unless these marks are the
-    first marks of the whole text."""
+    """Number of marked parts in the messages before index `turn`. DataError unless these parts are
+    the first marked parts of the whole text."""
     upto = view.render(turn)
     marks = len(upto.generated)
     of_upto, of_whole = (
@@ -229,8 +229,8 @@ def _marks_upto(view: _View, whole: Rendered, turn: int) -> int:
 
 
 def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
-    """(start, end) of a message in the text, found by rendering up to the message and with the
-    message. DataError if the renderings are no prefixes of the text."""
+    """(start, end) in characters of message `turn` in the text `whole`, found by rendering the
+    messages before it, and again with it. DataError if a rendering is no prefix of the text."""
     name = f"message {turn + 1} ({view.messages[turn]['role']})"
     origin = view.template.origin
     try:
@@ -258,8 +258,8 @@ _MARKED = "a --chat-template with {% generation %} marks, a file or one by its n
 
 
 def _end(view: _View, whole: str, turn: int) -> int | None:
-    """End of a message in the whole text; None if the rendering up to the message is no prefix of
-    the whole text."""
+    """End in characters of message `turn` in the whole text; None if the rendering that ends with
+    this message is no prefix of the whole text."""
     upto = view.render(turn + 1).text
     if whole.startswith(upto):
         return len(upto)

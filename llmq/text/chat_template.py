@@ -38,10 +38,10 @@ from llmq.text.tokenizer_files import OWN_TOKENS
 SHIPPED = Path(__file__).with_name("chat_templates")
 """Folder of templates of published formats, NAME.jinja, which mark the model's text."""
 _CONTROL = re.compile(r"<[^<>\s]+>")
-_PROBE = "probe"  # content of a test message: where and how a template writes it
+_PROBE = "probe"  # content of a test message, to see where and how a template writes contents
 _HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-TOOL_CALLS, FUNCTION_CALL = "tool_calls", "function_call"  # list; one call, as OpenAI had earlier
+TOOL_CALLS, FUNCTION_CALL = "tool_calls", "function_call"  # list of calls; one call (older)
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field
 
 Message = dict[str, Any]
@@ -57,9 +57,9 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Chat templates of a tokenizer. sources: by name; a single one is "default". special_tokens:
-    texts of `eos_token` and other roles. origin: the file or folder of the templates, for
-    messages."""
+    """Chat templates of a tokenizer. sources: texts of the templates by name; a single template has
+    the name "default". special_tokens: texts of special tokens by role, such as `eos_token`.
+    origin: the file or folder of the templates, for messages."""
 
     sources: Mapping[str, str]
     special_tokens: Mapping[str, str]
@@ -96,9 +96,9 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Text of a conversation. Contents become texts or lists of parts, as the template reads
-        them. variables: further variables of the template. DataError with the template's words if
-        the template refuses or fails."""
+        """Text of a conversation. Contents of messages become texts or lists of parts, whichever
+        form the template reads. variables: further variables of the template. DataError with the
+        template's words if the template refuses or fails."""
         source = self.source(tools)
         try:
             return _render(
@@ -125,7 +125,8 @@ def _said(error: Exception) -> str:
 
 
 def _refuse_half_characters(text: str, *given: Any) -> None:
-    """Raise ValueError for a lone surrogate, which UTF-8 cannot encode, unless a record has one."""
+    """Raise ValueError if `text` has a lone surrogate, which UTF-8 cannot encode, unless `given`
+    has lone surrogates, too."""
     half = _HALF.search(text)
     if half is not None and not _HALF.search(json.dumps(given, ensure_ascii=False, default=str)):
         raise ValueError(f"it writes half a character, U+{ord(half[0]):04X}")
@@ -188,12 +189,13 @@ def _as_read(source: str, messages: Sequence[Message]) -> list[Message]:
 
 
 def as_tool_call(function: dict[str, Any]) -> dict[str, Any]:
-    """Element of `tool_calls` for a call of a function."""
+    """Element of `tool_calls` for a call {"name": text, "arguments": object} of a function."""
     return {"type": "function", "function": function}
 
 
 def with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """Call of a tool with other arguments, in the call's field "function" if there is one."""
+    """Copy of a tool call with these arguments, which stand in the call's field "function" if there
+    is one."""
     if "function" in call:
         return call | {"function": call["function"] | {"arguments": arguments}}
     return call | {"arguments": arguments}
@@ -212,8 +214,8 @@ def _call_in_form(call: dict[str, Any], reads: _Reads) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _reads_arguments(source: str) -> _Reads:
-    """Forms of a call's arguments that a template can write as JSON. texts: JSON text; parts:
-    objects."""
+    """Forms of a call's arguments that a template can write as JSON: `texts` is True for JSON text,
+    `parts` for objects."""
     given, text = {_PROBE: 1}, f'{{"{_PROBE}":1}}'
     as_object, as_text = (
         _written(source, [{"role": "user", "content": "?"}, _calling(arguments)])
@@ -250,8 +252,8 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 class _Reads(NamedTuple):
-    """Forms of a value that a template accepts. texts: a text. parts: a list of parts, or an
-    object."""
+    """Forms of a value that a template accepts. texts: True if it accepts a text. parts: True if it
+    accepts a list of parts, or an object."""
 
     texts: bool
     parts: bool
@@ -259,7 +261,8 @@ class _Reads(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _forms(source: str) -> dict[str, _Reads]:
-    """Forms of contents that a template reads, by role; texts if the template refuses both."""
+    """Forms of contents that a template reads, by role; only texts if the template refuses both
+    forms."""
     forms: dict[str, _Reads] = {}
     for role in ("user", "assistant", "system"):
         message = {"role": role, "content": _PROBE}
@@ -378,8 +381,9 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Stop(NamedTuple):
-    """The end of an assistant's turn. ids: each of these ids ends the turn; the template's is the
-    first. text: the end that the template writes if this end is no token, else None."""
+    """The end of an assistant's turn. ids: token ids each of which ends the turn; the id that the
+    template writes is the first. text: the end that the template writes if this end is no single
+    token, else None."""
 
     ids: Collection[int]
     text: str | None

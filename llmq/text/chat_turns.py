@@ -29,8 +29,8 @@ def behind_reply(template: ChatTemplate, messages: Sequence[Message], end: str) 
 
 
 class CallForm(NamedTuple):
-    """How a template writes calls of tools. opening: text in front of the JSON object of the first
-    call; "" where a reply begins with the object."""
+    """How a template writes tool calls. opening: text in front of the JSON object of the first
+    call; "" if a reply begins with the object."""
 
     opening: str
 
@@ -54,8 +54,8 @@ class CallForm(NamedTuple):
 
 
 def call_form(template: ChatTemplate) -> CallForm:
-    """The form of a template's calls of tools. DataError if the template does not write calls as
-    JSON objects with a name."""
+    """The form in which a template writes tool calls. DataError if the template does not write
+    calls as JSON objects with a name."""
     function = {"name": _PROBE, "arguments": {"a": 1}}
     call = as_tool_call(function) | {"id": "123456789"}
     calling = {"role": "assistant", "content": "", TOOL_CALLS: [call]}

@@ -72,10 +72,11 @@ _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True
 class Conversation:
     """Messages and other fields of a record that a chat template reads.
 
-    variables: of the template. first_trained: messages in front of this index are the prompt, and
-    not trained. is_text: True if the record is a prompt and a completion, both texts, without other
-    fields. label: True if the answer is desirable, or the number of a class. text: a text without
-    messages.
+    tools, documents, variables: what the template gets besides messages. first_trained: index of
+    the first message that may be trained; earlier messages are the prompt. is_text: True if the
+    record is a prompt and a completion, both texts, without other fields. label: 1 for a desirable
+    and 0 for an undesirable answer, or the number of a class; None without a label. text: the text
+    of a record without messages, else None.
     """
 
     messages: list[Message]
@@ -98,14 +99,14 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class RecordConversation:
     """Reader of conversations in records of one format; RecordText is the reader of texts. form:
-    key of REQUIRED."""
+    name of the format, a key of REQUIRED."""
 
     form: str
 
     @property
     def in_pairs(self) -> bool:
-        """True if a record becomes two documents: with both of its answers, or with its own answer
-        and another record's."""
+        """True if a record becomes two documents: one for each of its two answers, or one with its
+        own answer and one with another record's answer."""
         return self.form in (PAIRS, LABELS)
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
@@ -121,7 +122,7 @@ class RecordConversation:
 
     def of(self, record: Mapping[str, Any], where: str) -> bytes:
         """Row of a table as JSON bytes, without nulls, which stand for missing fields. DataError,
-        which begins with `where`, for a value that is no JSON."""
+        which begins with `where`, for a value that JSON cannot hold."""
         try:
             return json.dumps(_without_nulls(record), ensure_ascii=False).encode()
         except TypeError as error:
@@ -166,8 +167,8 @@ def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
 
 def parse_pair(record: dict[str, Any]) -> list[Conversation]:
     """Both conversations of a record, the chosen one first; only answers are trained. If an answer
-    begins with another role than the assistant's, both are whole conversations, and their common
-    messages are the prompt. DataError for missing or wrong fields."""
+    begins with another role than the assistant's, both answers are whole conversations, and their
+    common first messages are the prompt. DataError for missing or wrong fields."""
     answers = [_answer(record, name) for name in REQUIRED[PAIRS]]
     whole = [isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers]
     if any(whole) and all(isinstance(a, list) for a in answers):
@@ -194,7 +195,8 @@ def parse_labelled(record: dict[str, Any]) -> Conversation:
 
 
 def _conversation_of(record: dict[str, Any]) -> Conversation:
-    """Conversation in the first format whose fields a record has. DataError without a format."""
+    """Conversation of a record, in the first format whose fields the record has. DataError if the
+    record has the fields of no format."""
     forms = (PLAIN, "messages", "conversations", "instruction")
     form = next((f for f in forms if all(record.get(n) is not None for n in REQUIRED[f])), None)
     if form is None:
@@ -410,8 +412,9 @@ def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
 
 
 def weight_of(message: Message, number: int) -> float | None:
-    """Weight of message `number` (from 1), 0 to 1, by any field of FLAGS; None without these
-    fields. DataError for a bad value, or for fields that contradict each other."""
+    """Weight, 0 to 1, that the fields of FLAGS give a message; None without these fields. number:
+    the message's number from 1, for errors. DataError for a bad value, or for fields that
+    contradict each other."""
     weights: dict[str, float] = {}
     for name in FLAGS:
         if (value := message.get(name)) is not None:

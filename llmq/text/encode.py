@@ -29,7 +29,7 @@ from llmq.text.record_format import RecordText
 from llmq.text.token_shards import Ids
 from llmq.text.tokenizer import Added, Tokenizer, load_tokenizer
 
-# Position behind a block in the input, and the block's ids for training and for evaluation.
+# Position in the input behind a block, and the block's ids for training and for evaluation.
 Encoded = tuple[Position, tuple[Ids, Ids]]
 
 UNWEIGHTED = ("last", "each", "all")  # values of --train-on
@@ -42,8 +42,8 @@ _FORGED = (
 class Recipe:
     """Settings of encoding, sent to worker processes. tokenizer: argument of load_tokenizer.
     wanted: reader of records. added: ids in front of and behind each text or completion; none for
-    conversations. chat: renderer of conversations; None for texts. with_weights: messages have
-    weights."""
+    conversations. chat: renderer of conversations; None for texts. with_weights: True if messages
+    have weights."""
 
     tokenizer: str
     wanted: RecordText | RecordConversation
@@ -102,8 +102,9 @@ class Encoder:
     def encode(
         self, pieces: list[DocumentPart], begin: Begin = lambda number, size: None
     ) -> tuple[Ids, Ids]:
-        """Ids of documents for training, and for evaluation; an empty document has no ids. begin:
-        called before each document, with its number and size. DataError for a bad record."""
+        """Ids of the documents for training, and of the documents for evaluation; an empty document
+        has no ids. begin: function that is called before each document with its number and size.
+        DataError for a bad record."""
         parts, chat = (_Parts(), _Parts()), self.recipe.chat
         for number, piece in enumerate(pieces):
             begin(number, len(piece.text))
@@ -169,7 +170,7 @@ class Encoder:
                 ids, mask = np.append(ids, np.int32(label)), np.arange(len(ids) + 1) == len(ids)
             if not mask[wanted.in_pairs :].any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
-            if wanted.in_pairs:  # nothing predicts the first token: its bit is the label
+            if wanted.in_pairs:  # nothing predicts the first token, so its mask bit holds the label
                 mask[0] = number == 0 if label is None else label
             parts.add(ids, mask if self.recipe.with_masks else None)
             parts.end()
@@ -188,13 +189,14 @@ class Encoder:
                 for m, w in zip(messages, of_messages, strict=True)
             ]
             if not any(m["weight"] and m["role"] == "assistant" for m in alone):
-                continue  # no message of this weight is trained
+                continue  # no trained message has this weight
             ((_, spans),) = chat.texts(replace(conversation, messages=alone))
             weights[token_mask(offsets, spans)] = weight
         return weights
 
     def _check_class(self, label: int, where: str) -> None:
-        """Raise DataError for a class beyond the tokenizer's ids: classes are stored as ids."""
+        """Raise DataError for a class that is no id of the tokenizer: token files store classes as
+        ids."""
         if label >= (ids := self.tokenizer.vocab_size):
             raise DataError(
                 f"{where}: field 'label' is {label}: a class is written as a token id, of which "
@@ -251,9 +253,9 @@ class _Parts:
 def encode_in_workers(
     blocks: Iterator[Block], encoder: Encoder, workers: int, bounds: Bounds
 ) -> Iterator[Encoded]:
-    """Position and ids of each block, in order, encoded by worker processes with at most three
-    blocks each in flight. DataError names the record for which tokenizer or template exceed the
-    bounds."""
+    """Position and ids of each block, in order. Worker processes encode the blocks, and at most
+    three blocks for each process are in flight. DataError names the record at which the tokenizer
+    or the template exceeds the bounds."""
     make = partial(_answering, encoder.recipe, encoder if forks() else None)
     pool = [Worker(make, bounds) for _ in range(workers)]
     idle, busy = [*pool], {}
@@ -284,6 +286,6 @@ def encode_in_workers(
 
 
 def _answering(recipe: Recipe, encoder: Encoder | None) -> Answer:
-    """The function that a worker process calls for each block. encoder: inherited by a forked
-    process; None: load one."""
+    """The function that a worker process calls for each block. encoder: the encoder that a forked
+    process inherits; None: the process loads an encoder."""
     return (encoder or Encoder(load_tokenizer(recipe.tokenizer), recipe)).encode

@@ -15,8 +15,8 @@ from llmq.base.worker import Answer, Begin, Bounds, Worker, in_worker
 from llmq.options.presets import find_directory
 from llmq.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer, load_tokenizer
 
-BOUNDS = Bounds(seconds=5, memory_per_byte=256, threads=True)  # of a call
-_ONCE = Bounds(seconds=20)  # of one look_into, which may read a large vocabulary
+BOUNDS = Bounds(seconds=5, memory_per_byte=256, threads=True)  # bounds of one call
+_ONCE = Bounds(seconds=20)  # bounds of one look_into, which may read a large vocabulary
 _FACTS = ("vocab_size", "eos_id", "bos_id", "prefix_id", "added")
 
 
@@ -36,7 +36,7 @@ class TokenizerProcess:
             try:
                 return self._worker.result()
             except KeyboardInterrupt:
-                self._worker.result()  # else the next call would get this answer
+                self._worker.result()  # else the next call would get this call's answer
                 raise
 
 
@@ -78,8 +78,8 @@ def _facts(tokenizer: HfTokenizer) -> dict[str, Any]:
 
 
 def guarded_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer of a folder or repository, loaded in a worker process; a ByteTokenizer, which
-    needs no such process, for `bytes`."""
+    """The tokenizer of a folder or repository, loaded in a worker process; for `bytes` a
+    ByteTokenizer, which needs no worker process."""
     if str(spec) == ByteTokenizer.fingerprint:
         return ByteTokenizer()
     return GuardedTokenizer(find_directory(str(spec)) or Path(spec))

@@ -56,18 +56,19 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True)
 class InputSource:
     """An input file, or a data set. in_folder: True for a file of a given folder, which may be left
-    out. dataset: None for a file."""
+    out. dataset: the data set to stream; None for a file."""
 
     path: str
     kind: str  # text, jsonl, json, csv, tsv, parquet or dataset
-    size: int  # bytes; a data set may say 0, for an unknown size
+    size: int  # bytes; 0 for a data set of unknown size
     mtime_ns: int  # for a data set, a hash of its content
     in_folder: bool
     dataset: HubDataset | None = None
 
     @property
     def identity(self) -> list[str | int]:
-        """Path, size and time, by which a resumed run recognizes its inputs."""
+        """Absolute path (or name of the data set), size and time, by which a resumed run recognizes
+        its inputs."""
         path = os.path.abspath(self.path) if self.dataset is None else self.path
         return [path, self.size, self.mtime_ns]
 
@@ -170,8 +171,9 @@ def is_html(path: str) -> bool:
 
 
 def _json_kind(path: Path, in_folder: bool) -> str:
-    """Kind of a .json file: jsonl, json, or text for a file without records in a folder. DataError
-    for a file without records that was named itself."""
+    """Kind of a .json file: "jsonl" or "json", or "text" for a file without records. in_folder:
+    True for a file of a given folder; DataError for a file without records that was named
+    itself."""
     try:
         kind = json_layout(str(path))
     except (OSError, EOFError, zlib.error):  # reported when the records are read
@@ -189,9 +191,10 @@ def _json_kind(path: Path, in_folder: bool) -> str:
 
 
 def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorator of a function of `inputs` and a folder `out`: the content of standard input, given
-    as `-`, is kept as a file in `out` until the function returns. Name, size and time of the file
-    depend on the content alone, so that a resumed run recognizes the same content."""
+    """Decorator of a function with arguments `inputs` and `out`, a folder: if an input is `-`, the
+    content of standard input is kept as a file in `out` until the function returns. The file's
+    name, size and time depend on the content alone, so that a resumed run recognizes the same
+    content."""
 
     @functools.wraps(function)
     def run(inputs: Sequence[str], *, out: str | Path, **options: Any) -> Result:
@@ -238,8 +241,9 @@ def _spool(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """Data set that the library `datasets` streams. name: repository of the hub, or a folder.
-    config: name of a configuration; None: the only one."""
+    """Data set that the library `datasets` streams. name: repository of Hugging Face's hub, or a
+    folder. config: name of a configuration; None: the only one. split: name of a split, such as
+    "train"."""
 
     name: str
     config: str | None
@@ -271,8 +275,8 @@ class HubDataset:
 
     def read(self, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
         """Documents of the records behind the first `row` records, without empty documents. wanted:
-        reader of records. size: from `facts`. DataError for a bad record, or if the network fails;
-        the same command resumes."""
+        reader of records. size: bytes of the data set, from `facts`. DataError for a bad record, or
+        if the network fails; the same command resumes."""
         builder = self._builder()
         stream = self._stream(builder)
         if stream.column_names is not None:
@@ -306,8 +310,9 @@ class HubDataset:
 
 
 def dataset_of(spec: str | None, split: str | None) -> HubDataset | None:
-    """Data set of --dataset NAME[:CONFIG] and --split; a folder's name may have colons.
-    ConfigError for --split alone."""
+    """Data set that `spec`, the value NAME[:CONFIG] of --dataset, and `split`, the value of
+    --split, name; None without --dataset. A folder's name may have colons. ConfigError for --split
+    alone."""
     if spec is None:
         if split is not None:
             raise ConfigError("--split: needs --dataset")
@@ -323,30 +328,31 @@ class Portions(NamedTuple):
 
     size: int = 1 << 18  # bytes of a long text; small, so that Ctrl-C is prompt
     documents: int = 1024  # small documents in one block
-    seconds: float = 15.0  # between saved states, which is what an interruption costs at most
+    seconds: float = 15.0  # between saved states; an interruption loses at most this time
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position in the inputs. source: index of the file. offset: bytes of the unpacked file, or
-    rows."""
+    """Position in the inputs. source: index of the input. offset: position in this input, in bytes
+    of the unpacked file, or in rows."""
 
     source: int = 0
     offset: int = 0
     line: int = 0  # lines of JSONL, or elements of an array, in front of the position
     document: int = 0  # documents in front of the position, over all sources
     skipped: int = 0  # files that were not text
-    bytes_read: int = 0  # over all sources, as on the disk; for the progress bar
+    bytes_read: int = 0  # of all sources, before unpacking; for the progress bar
 
 
 class DocumentPart(NamedTuple):
-    """Document, or part of a document. text: str, or the bytes of a JSON record. other: the record
-    whose answer is compared with this record's, for records with a label."""
+    """Document, or part of a document. text: str, or the bytes of a JSON record. other: for a
+    record with a label, the record whose answer is compared with this record's answer; else
+    None."""
 
     text: str | bytes
     is_eval: bool
     is_end: bool  # the document ends here
-    where: str  # for messages
+    where: str  # place of the document, for messages
     is_start: bool = True  # the document begins here
     other: DocumentPart | None = None
 
@@ -371,7 +377,8 @@ class EvalSplit:
     """
 
     def __init__(self, fraction: float, seed: int, sources: Sequence[InputSource]) -> None:
-        """fraction: 0 <= fraction < 1. Reads a single text near the cut, to cut at a line."""
+        """fraction: share of the documents, 0 <= fraction < 1. sources: all inputs; a single text
+        is read near the cut, to cut at the end of a line."""
         self._fraction = Fraction(fraction).limit_denominator(1_000_000)
         self._seed = seed
         self.offset: int | None = None
@@ -412,7 +419,7 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Blocks of all documents from `start` on, in order; the last block may be empty. wanted:
     reader of a table's rows. max_record: maximum bytes of a record. DataError for a source that
-    cannot be read, or has a longer record."""
+    cannot be read, or that has a longer record."""
     pieces: list[DocumentPart] = []
     size = 0
     at = start
@@ -450,9 +457,9 @@ def read_blocks(
 
 
 def with_others(read: Callable[[Position], Iterator[Block]], start: Position) -> Iterator[Block]:
-    """Blocks of records from `start` on, with the next record as `other` of each record; the last
-    record has the first. Blocks, training and evaluation make no difference. read: function that
-    returns the blocks from a position on. DataError for a single record."""
+    """Blocks of records from `start` on, with `other` set to the next record of the inputs, also
+    across blocks, training and evaluation; the first record follows the last one. read: function
+    that returns the blocks from a position on. DataError if there is only one record."""
     pieces = (piece for at in (start, Position()) for block in read(at) for piece in block.pieces)
     next(pieces, None)
     for block in read(start):
@@ -495,9 +502,9 @@ def read_text(
     *,
     lenient: bool = False,
 ) -> Iterator[Item]:
-    """Pieces of a text file from byte `offset` of the content on. cut: a byte at which a piece
-    ends, or None. size: bytes of the file. piece: maximum bytes of a piece. lenient: True to raise
-    NotTextError, instead of DataError, for a file that is no text."""
+    """Pieces of a text file from byte `offset` of the content on. cut: a byte of the content at
+    which a piece ends, or None. size: bytes of the file. piece: maximum bytes of a piece. lenient:
+    True to raise NotTextError, instead of DataError, for a file that is no text."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         end = None if is_packed(path) else size  # bytes that are appended meanwhile are not read
@@ -537,8 +544,8 @@ def _decode(path: str, offset: int, data: bytes, lenient: bool) -> str:
 
 
 def find_cut(block: bytes) -> int:
-    """Offset at which to cut a part of a long UTF-8 text, so that tokens stay the same; 0 for a
-    block without a boundary between characters.
+    """Offset in bytes at which to cut a part of a long UTF-8 text, so that the cut changes no
+    token; 0 for a block without a boundary between characters.
 
     The best place is behind a line end between two visible characters: no token of the usual
     byte-level vocabularies (GPT-2, Llama 3, Qwen) crosses such a place. The next choices in the

@@ -1,6 +1,6 @@
 """The format of records: texts from one field, texts from a template over several fields, or
-conversations of one shape. --format decides, or the first record of each JSON file and the columns
-of each table, before anything is written."""
+conversations of one shape. --format names the format; without a name the first record of each JSON
+file and the columns of each table decide, before anything is written."""
 
 import json
 import re
@@ -28,14 +28,14 @@ from llmq.text.conversations import (
 from llmq.text.inputs import InputSource
 
 DEFAULT_FIELD = "text"
-_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell passes them on
+_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell passes these on unchanged
 
 
 @dataclass(frozen=True)
 class RecordText:
-    """Reader of texts in records. field: the field whose value is the text. template: instead of a
-    field, a text with {names} of fields; \\n, \\t, \\r and \\\\ are escapes as in Python, {{ and }}
-    are braces."""
+    """Reader of texts in records. field: the field whose value is the text. template: text with
+    {names} of fields, used instead of `field`; \\n, \\t, \\r and \\\\ are escapes as in Python, {{
+    and }} are braces."""
 
     form: ClassVar[str] = TEXT
     in_pairs: ClassVar[bool] = False
@@ -48,7 +48,8 @@ class RecordText:
 
     @cached_property
     def _parts(self) -> list[tuple[str, str | None]]:
-        """Pairs of a literal text and the field behind that text; None at the template's end."""
+        """Pairs of a literal text and the field behind this text; the field is None at the
+        template's end."""
         unescaped = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], self.template)
         try:
             parsed = list(Formatter().parse(unescaped))
@@ -94,7 +95,8 @@ class RecordText:
         return self.names
 
     def lacks(self, where: str, fields: Sequence[str], *more: str) -> DataError:
-        """The error for a record or a file with other `fields`. more: other remedies."""
+        """The error for a record or a file whose `fields` lack a needed field. more: further
+        remedies to name."""
         name, known = self.missing(fields), ", ".join(map(str, fields)) or "none"
         mend = f"use --field with one of {known}"
         if self.template is not None:
@@ -122,7 +124,7 @@ class RecordText:
 
 def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
     """Value as text, "" for null. numbers: True to write numbers and booleans as in JSON, False to
-    refuse these."""
+    refuse numbers and booleans."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -297,9 +299,9 @@ def field_names(source: InputSource) -> list[str] | None:
 
 
 def score_form(record: Mapping[str, Any], labels: int) -> str:
-    """Format of records that a score head of so many labels is asked about, as of
-    `encode_records`: that in which `tokenize` reads such records for training. DataError for fields
-    of no format."""
+    """Format, for `encode_records`, of records that a score head of `labels` labels shall score:
+    the format in which `tokenize` reads such records for training. DataError for a record with the
+    fields of no format."""
     if labels > 1:
         return CLASSES
     forms = (PAIRS, PLAIN, "messages", "conversations", "instruction")
@@ -313,14 +315,14 @@ def score_form(record: Mapping[str, Any], labels: int) -> str:
 
 
 def scored_line(record: Mapping[str, Any], where: str, labels: int) -> tuple[bytes, str]:
-    """Record in JSON, with a class that nobody reads where a record has to have one, and its
-    place."""
+    """Record in JSON, and its place `where`. With several labels the record gets a class, which its
+    format demands and nobody reads."""
     label = {"label": 0} if labels > 1 else {}
     return json.dumps({**record, **label}).encode(), where
 
 
 def prompt_of(record: Mapping[str, Any], form: str) -> str:
-    """Prompt of a conversation, without the last answer, as a key."""
+    """The conversation of a record without the last answer, as JSON text to compare prompts by."""
     (conversation,) = RecordConversation(form).of_json(json.dumps(record).encode(), "")
     count = conversation.first_trained or len(conversation.messages) - 1
     return json.dumps([conversation.messages[:count], conversation.tools])

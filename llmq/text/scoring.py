@@ -19,19 +19,19 @@ from llmq.text.tasks import CLASSES, PAIRS, TEXT, Pair, Question, Task, Text
 from llmq.text.tokenize import encode_records
 from llmq.text.tokenizer import Tokenizer
 
-RECORDS = 200  # that a process encodes at a time
+RECORDS = 200  # number of records that a process encodes at a time
 
 
 class Request(NamedTuple):
-    """Tokens int32 (n,) of which the last `count` are predicted; 0 < count < n."""
+    """Request for the log-likelihood of the last `count` of `tokens`, int32 (n,); 0 < count < n."""
 
     tokens: np.ndarray
     count: int
 
 
 class Asked(NamedTuple):
-    """Requests of a task, in order; item i has the requests [starts[i], starts[i + 1]). cut: number
-    of requests that have lost their beginning."""
+    """Requests of a task, in order; item i of the task has the requests [starts[i], starts[i + 1]).
+    cut: number of requests that have lost their beginning."""
 
     task: Task
     requests: list[Request]
@@ -39,7 +39,8 @@ class Asked(NamedTuple):
     cut: int
 
     def cut_lines(self, longest: str) -> list[str]:
-        """A warning of cut sequences; [] without one. longest: name of the exceeded length."""
+        """A warning about cut requests; [] if no request is cut. longest: name of the exceeded
+        length, for the warning."""
         if self.cut == 0:
             return []
         of_all = f"{self.cut} of its {len(self.requests)} sequences"
@@ -135,14 +136,15 @@ class Encoder:
             yield [Request(np.append(ids, np.int32(k)), 1) for k in range(self.labels)]
 
     def _pairs(self, task: Task) -> Iterator[list[Request]]:
-        """A request for each answer."""
+        """Requests for each pair, one for each of its two answers."""
         pairs: tuple[Pair, ...] = task.items
         yield from self.of_records(PAIRS, [(pair.record, pair.where) for pair in pairs])
 
     def of_records(
         self, form: str, records: Sequence[tuple[bytes, str]]
     ) -> Iterator[list[Request]]:
-        """A request for each label behind each document of a record, as of `encode_records`."""
+        """Requests for each record: one for each label behind each document that `encode_records`
+        makes of the record."""
         for first in range(0, len(records), RECORDS):
             part = records[first : first + RECORDS]
             encoded = process_of(self.tokenizer).call(encode_records, form, part)
@@ -161,7 +163,8 @@ class Encoder:
             yield self.windows(ids)
 
     def windows(self, ids: np.ndarray) -> list[Request]:
-        """Requests that predict every token of a text once, as `_texts` says. ids: int32 (n,)."""
+        """Requests that predict every token of a text once, in the windows of `_texts`. ids: token
+        ids, int32 (n,)."""
         if self._prefix is None:
             raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
         tokens = np.concatenate([np.array([self._prefix], np.int32), ids])
@@ -179,15 +182,16 @@ class Encoder:
 
 
 class _Sequence(NamedTuple):
-    """Inputs int32 (n,), and the requests with these inputs, each with its index."""
+    """Inputs, int32 (n,), and the requests with these inputs, each behind its index among all
+    requests."""
 
     inputs: np.ndarray
     asked: list[tuple[int, Request]]
 
 
 class Batch(NamedTuple):
-    """Sequences that are computed together. shape: (B, T). placed: each sequence with its row and
-    its first position in the row."""
+    """Sequences that are computed together. shape: (B, T), rows and tokens of a row. placed: each
+    sequence with its row and its first position in the row."""
 
     placed: list[tuple[_Sequence, int, int]]
     shape: tuple[int, int]
@@ -215,26 +219,28 @@ class Batch(NamedTuple):
         return starts
 
     def targets(self, number: int) -> np.ndarray:
-        """Targets of a round, int32 (B, T), -100 where no token is asked for."""
+        """Targets of round `number`, int32 (B, T); -100 at positions without a target."""
         targets = np.full(self.shape, MASKED_TARGET, np.int32)
         for _, request, part in self._asked(number):
             targets[part] = request.tokens[-request.count :]
         return targets
 
     def likelihoods(self, number: int, losses: np.ndarray) -> dict[int, float]:
-        """Log-likelihoods of a round's requests in nats, by index. losses: float32 (B, T)."""
+        """Log-likelihoods in nats of the requests of round `number`, by index. losses: loss of each
+        target in nats, float32 (B, T)."""
         return {i: -losses[part].sum(dtype=np.float64) for i, _, part in self._asked(number)}
 
     def are_greedy(self, number: int, likeliest: np.ndarray) -> dict[int, bool]:
-        """True for each request of a round whose tokens are the likeliest ones, by index.
-        likeliest: int32 (B, T)."""
+        """For each request of round `number`, by index: True if its tokens are the likeliest ones.
+        likeliest: likeliest id at each position, int32 (B, T)."""
         return {
             i: np.array_equal(likeliest[part], request.tokens[-request.count :])
             for i, request, part in self._asked(number)
         }
 
     def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
-        """Each request of a round: its index, the request, and (row, positions) of its targets."""
+        """Each request of round `number`: its index, the request, and (row, positions) of its
+        targets."""
         for sequence, b, first in self.placed:
             if number < len(sequence.asked):
                 index, request = sequence.asked[number]
@@ -243,8 +249,8 @@ class Batch(NamedTuple):
 
 
 def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
-    """Sequences, the longest first. Requests with equal inputs share a sequence, such as answers of
-    one letter."""
+    """Sequences of all requests, the longest first. Requests with equal inputs, such as answers of
+    one letter, share a sequence."""
     sequences: dict[bytes, _Sequence] = {}
     for index, request in enumerate(requests):
         inputs = request.tokens[:-1]
@@ -256,8 +262,8 @@ def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
 def make_batches(
     requests: Sequence[Request], shape: Callable[[int, int], tuple[int, int]]
 ) -> list[Batch]:
-    """Batches of all requests, the longest first, with a row for each sequence. shape(length, n):
-    (B, T) for n remaining sequences, of which the longest has `length` inputs."""
+    """Batches of all requests, the longest first, with a row for each sequence. shape: function of
+    (length, n) that returns (B, T) for n remaining sequences, the longest with `length` inputs."""
     left, batches, first = _sequences(requests), [], 0
     while first < len(left):
         B, T = shape(len(left[first].inputs), len(left) - first)
@@ -272,7 +278,7 @@ def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Ba
     masked documents. shape: (B, T)."""
     B, T = shape
     batches: list[Batch] = []
-    row, at = -1, T  # the row over all batches, and the place of its next sequence
+    row, at = -1, T  # number of the row over all batches, and place of the next sequence
     for sequence in _sequences(requests):
         if at + len(sequence.inputs) > T:
             row, at = row + 1, 0
@@ -294,7 +300,7 @@ def check_ids(requests: Sequence[Request], vocab_size: int) -> None:
 
 
 class Score(NamedTuple):
-    """Metric of a task. stderr: standard error of the mean over items; None for other metrics.
+    """Metric of a task. stderr: standard error of `value` if this is a mean over items, else None.
     count: number of items. value and stderr are NaN if a log-likelihood is not finite."""
 
     task: str

@@ -21,8 +21,8 @@ from llmq.data.tokens import TokenFile, open_token_files
 from llmq.text.guarded import guarded_tokenizer
 from llmq.text.tokenizer import ByteTokenizer, Tokenizer, continuation
 
-DOCUMENTS = 3  # printed if no limit is given
-LONGEST = 4096  # tokens of a document that are printed
+DOCUMENTS = 3  # number of documents that are printed if no limit is given
+LONGEST = 4096  # maximum number of tokens of a document that are printed
 
 
 class Marks(NamedTuple):
@@ -65,9 +65,10 @@ def run_show(
 ) -> None:
     """Print documents of token files, pairs side by side, and counts over all documents.
 
-    patterns: token files, or folders of `llmq tokenize`. tokenizer: None takes the tokenizer beside
-    the files. document: number of the first document to print, from 1. limit: number of documents
-    to print. ids: print one line for each token. seq_len: mark cuts at this length.
+    patterns: token files, or folders of `llmq tokenize`. tokenizer: name or folder; None: the
+    tokenizer beside the files. document: number of the first document to print, from 1. limit:
+    number of documents to print. ids: True to print one line for each token. seq_len: number of
+    tokens behind which a mark shows that training cuts a document; None: no marks.
     """
     files = open_token_files([_pattern(pattern) for pattern in patterns])
     decoder = guarded_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_beside(files)
@@ -217,7 +218,8 @@ def _text(
 
 
 def _table(document: Document, tokenizer: Tokenizer, seq_len: int | None) -> Iterator[str]:
-    """One line for each token: position, id, + for a trained token or - for others, text."""
+    """One line for each token: its position, its id, + if it is trained or - if not, and its
+    text."""
     width = len(str(int(document.ids.max(initial=0))))
     pairs = zip(document.ids.tolist(), document.mask.tolist(), strict=True)
     for position, (token, is_trained) in enumerate(pairs):

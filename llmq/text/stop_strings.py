@@ -1,4 +1,4 @@
-"""Texts that end at strings which the model may write in several pieces."""
+"""Stop strings: the end of a text at a string that the model may write in several pieces."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -24,6 +24,6 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Length of the longest end of the text with which the stop string begins."""
+    """Length of the longest end of `text` that is also a beginning of the stop string."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

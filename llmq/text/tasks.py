@@ -1,5 +1,5 @@
 """Tasks of `llmq eval`: published files of multiple-choice questions, and plain texts. Prompts are
-those of lm-eval's tasks of the same name, zero-shot."""
+the zero-shot prompts of lm-eval's tasks with the same names."""
 
 import json
 import os
@@ -29,8 +29,8 @@ Record = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """Answer of a question: the continuation is scored given the context. length: characters of
-    the answer, by which acc_norm divides."""
+    """Answer of a question: the continuation is scored given the context. length: number of
+    characters of the answer; acc_norm divides log-likelihoods by this length."""
 
     context: str
     continuation: str
@@ -38,7 +38,8 @@ class Answer(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Question with a choice of answers. gold: index of the right answer. where: for messages."""
+    """Question with a choice of answers. gold: index of the right answer. where: place in the file,
+    for messages."""
 
     choices: tuple[Answer, ...]
     gold: int
@@ -46,7 +47,7 @@ class Question(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Record with two answers, in JSON, of which the first is the right one. where: for
+    """Record in JSON with two answers, the right one first. where: place in the file, for
     messages."""
 
     record: bytes
@@ -54,7 +55,7 @@ class Pair(NamedTuple):
 
     @property
     def choices(self) -> tuple[Answer, Answer]:
-        """Answers that only the record has."""
+        """Two empty answers: the texts of both answers are only in the record."""
         return (Answer("", "", 1),) * 2
 
     @property
@@ -63,7 +64,7 @@ class Pair(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Document all of whose tokens are scored. where: for messages."""
+    """Document all of whose tokens are scored. where: place in the file, for messages."""
 
     text: str
     where: str
@@ -71,8 +72,8 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Items of a file, in order. kind: a key of KINDS, or TEXT. name: for reports, unique among the
-    tasks of a command."""
+    """Items of a file, in order. kind: a key of KINDS, TEXT or PAIRS. name: name in reports, unique
+    among the tasks of a command."""
 
     name: str
     kind: str
@@ -106,13 +107,13 @@ def _field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> An
 
 
 def _answers(prompt: str, choices: list[str]) -> tuple[Answer, ...]:
-    """Answers for texts of choices behind one prompt."""
+    """Answers behind one prompt. choices: the answers' texts."""
     return tuple(Answer(prompt, f" {text}", len(text)) for text in choices)
 
 
 def _index(record: Record, name: str, count: int, first: int = 0) -> int:
-    """Label as an index among `count` choices. first: label of the first choice. DataError for a
-    label that is none of the choices."""
+    """Index among `count` choices of the label in field `name` of a record. first: label of the
+    first choice. DataError for a label of no choice."""
     value = record.get(name)
     try:
         index = int(value) - first
@@ -178,7 +179,8 @@ def _piqa(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
-    """Answers and gold index: the text behind the blank is scored given each filled blank."""
+    """Answers and gold index of Winogrande: the text behind the blank is scored given each filled
+    blank."""
     before, blank, after = _field(record, "sentence").partition("_")
     if not blank:
         raise DataError("field 'sentence' has no blank '_'")
@@ -188,7 +190,7 @@ def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _boolq(record: Record) -> tuple[tuple[Answer, ...], int]:
-    name = "label" if "label" in record else "answer"  # SuperGLUE names it label, BoolQ answer
+    name = "label" if "label" in record else "answer"  # names in SuperGLUE and in BoolQ
     prompt = f"{_field(record, 'passage')}\nQuestion: {_field(record, 'question')}?\nAnswer:"
     return _answers(prompt, ["no", "yes"]), _index(record, name, 2)
 
@@ -264,7 +266,7 @@ KINDS = {
 TEXT, CLASSES, PAIRS = "text", "classes", "pairs"
 _OTHERS = (TEXT, PAIRS)  # kinds without questions
 TEXT_METRICS = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-_SPELLINGS = {"arc_easy": "arc", "arc_challenge": "arc"}  # lm-eval's
+_SPELLINGS = {"arc_easy": "arc", "arc_challenge": "arc"}  # lm-eval's names of kinds
 
 
 def _recognised(record: Record, where: str) -> str:
@@ -293,7 +295,8 @@ def _recognised(record: Record, where: str) -> str:
 
 
 def parse_spec(spec: str) -> tuple[str | None, Path]:
-    """Kind, None without one, and file of `[KIND=]FILE`. ConfigError for an unknown kind."""
+    """Kind and file of `[KIND=]FILE`; the kind is None if the spec has none. ConfigError for an
+    unknown kind."""
     kind, equals, name = spec.partition("=")
     kind = _SPELLINGS.get(kind, kind)
     if equals and (kind in KINDS or kind in _OTHERS) and name:
@@ -305,9 +308,9 @@ def parse_spec(spec: str) -> tuple[str | None, Path]:
 
 
 def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> list[Task]:
-    """Tasks of specs `[KIND=]FILE`, named by kind, or by file for several tasks of a kind. limit:
-    first items of each task. DataError for an unreadable, empty or unknown file; ConfigError for an
-    unknown kind."""
+    """Tasks of specs `[KIND=]FILE`. A task's name is its kind, or its file if several tasks have
+    the kind. limit: number of first items to take of each task; None: all. DataError for an
+    unreadable, empty or unknown file; ConfigError for an unknown kind."""
     tasks = [_read_task(*parse_spec(spec), limit) for spec in specs]
     kinds = [task.kind for task in tasks]
     named = [t if kinds.count(t.kind) == 1 else replace(t, name=t.path.stem) for t in tasks]

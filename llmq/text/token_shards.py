@@ -43,12 +43,13 @@ from llmq.text.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
 from llmq.text.tokenizer_id import identity_of, tokenizer_of_folder
 
 SPLITS = ("train", "eval")
-MOST_NOTES = 50  # different notes that are counted: messages may have fields of any name
+MOST_NOTES = 50  # at most so many different notes are counted: messages may have any field names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeSummary:
-    """Result of `tokenize`. tokens: by split; files: the token files, sorted."""
+    """Result of `tokenize`. tokens: number of tokens by split, "train" and "eval". files: the token
+    files, sorted."""
 
     documents: int
     tokens: dict[str, int]
@@ -57,7 +58,7 @@ class TokenizeSummary:
     was_complete: bool  # an earlier run had finished, and nothing was done
     was_resumed: bool
     warnings: list[str]
-    special_tokens: str  # in words, the tokens added to each document
+    special_tokens: str  # the tokens added to each document, in words
     counts: Counts
 
     def describe(self) -> str:
@@ -76,9 +77,9 @@ class TokenizeSummary:
 
 
 class Ids(NamedTuple):
-    """Part of a split: token ids (n,) int32. ends: (k,) int64, number of tokens in front of each
-    end of a document. mask: (n,) bool, or weights; None without masks. notes: (end of a sentence
-    about conversations, place of the record)."""
+    """Part of a split. tokens: ids, int32 (n,). ends: int64 (k,), number of tokens in front of each
+    end of a document. mask: bool (n,), or weights (n,); None without masks. notes: pairs of the end
+    of a sentence about conversations, and the place of the record."""
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -87,13 +88,14 @@ class Ids(NamedTuple):
 
 
 class ShardWriter:
-    """Writer of a split in files of `shard_tokens` tokens: train-000.bin, train-001.bin, …."""
+    """Writer of a split's tokens into files of `shard_tokens` tokens: train-000.bin, train-001.bin,
+    …."""
 
     def __init__(
         self, out: Path, split: str, vocab_size: int, shard_tokens: int, tokens: int, **masks: bool
     ) -> None:
-        """tokens: number of tokens at the last saved state; later tokens are dropped. masks:
-        with_masks, with_weights and in_pairs as in TokenWriter."""
+        """tokens: number of tokens of the last saved state; tokens written after this state are
+        dropped. masks: with_masks, with_weights and in_pairs as in TokenWriter."""
         self.out, self.split, self._masks = out, split, masks
         self.vocab_size, self.shard_tokens, self.tokens = vocab_size, shard_tokens, tokens
         self.documents = 0  # number of documents that ended since the saved state
@@ -174,7 +176,7 @@ class Manifest:
 
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
-        self._documents: int = data["documents"]  # of earlier, interrupted runs
+        self._documents: int = data["documents"]  # count of interrupted runs
         self.was_complete: bool = data["complete"]
         self.was_resumed = not self.was_complete and data["position"] != asdict(Position())
         self.chat_template: str | None = None  # replaces the template in the tokenizer's copy
@@ -182,8 +184,8 @@ class Manifest:
     def save(
         self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
     ) -> None:
-        """Force the token files to the disk, then record their counts. complete: save the
-        tokenizer, too."""
+        """Force the token files to the disk, then record their counts. complete: True after the
+        last document, to finish the files and save the tokenizer, too."""
         for writer in shards.values():
             writer.sync()
         if complete:
@@ -306,7 +308,8 @@ def _is_empty(data: dict[str, Any]) -> bool:
 
 
 def _remove(out: Path) -> None:
-    """Remove all files of `tokenize`, the manifest first: without it token files do not count."""
+    """Remove all files of `tokenize`, the manifest first: token files without a manifest do not
+    count."""
     for path in [out / MANIFEST, *_own_files(out, *SPLITS)]:
         path.unlink(missing_ok=True)
 
@@ -370,8 +373,8 @@ def _check_same(
 
 
 class Tokenized:
-    """The content that a folder must have by its manifest. tokens: number by split, which decides
-    the number of files. made: the tokenizer, or None if not recorded."""
+    """The content that a folder must have by its manifest. tokens: number of tokens by split, which
+    decides the number of files. made: identity of the tokenizer; None if not recorded."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.complete = folder, manifest["complete"]
@@ -453,7 +456,7 @@ class Tokenized:
 
 
 def duplicates_line(manifest: Mapping[str, Any]) -> list[str]:
-    """A line about evaluation documents that are among the training documents; [] without any."""
+    """A line about evaluation documents that are also training documents; [] if there are none."""
     count, of = manifest.get("duplicates", (0, 0))
     line = f"{count} of {of} documents for evaluation are among those for training, word for word"
     return [f"{line}: their loss says nothing of other texts"] if count else []

@@ -43,8 +43,8 @@ from llmq.text.record_format import DEFAULT_FIELD, RecordText, choose_format
 from llmq.text.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
-SHARD_TOKENS = 100_000_000  # if not given
-NO_TEMPLATE = "none"  # value of --chat-template, for a tokenizer with a template too
+SHARD_TOKENS = 100_000_000  # default of --shard-tokens
+NO_TEMPLATE = "none"  # value of --chat-template that leaves out the tokenizer's template
 _SMALL_INPUT = 4 << 20  # bytes; starting workers takes longer than encoding a smaller input
 
 
@@ -77,12 +77,14 @@ def tokenize(
     to the folder `out`, or resume an interrupted call with the same arguments.
 
     tokenizer: see load_tokenizer. field, template: see RecordText. eval_fraction: fraction of the
-    documents for evaluation, or of a single text; 0 for none. shard_tokens: maximum tokens of a
-    file. workers: number of processes; None: by the size of the inputs. format: one of FORMATS.
-    special_tokens: "auto" adds the tokens that AutoTokenizer adds, and the end of a text; "none"
-    adds the end alone. chat_template: see load_chat_template. train_on: one of TRAIN_ON. seq_len:
-    the summary counts longer documents. weights: True if messages may have weights. max_record:
-    maximum bytes. record_seconds: see Bounds. DataError for inputs, ConfigError for arguments.
+    documents, or of a single text, that is for evaluation; 0 for none. shard_tokens: maximum tokens
+    of a file. seed: seed of the choice of documents for evaluation. workers: number of processes;
+    None: by the size of the inputs. format: one of FORMATS. special_tokens: "auto" adds the tokens
+    that AutoTokenizer adds, and the end of a text; "none" adds only the end of a text.
+    chat_template: see load_chat_template. train_on: one of TRAIN_ON. seq_len: the summary counts
+    longer documents. weights: True if messages may have weights. max_record: maximum bytes of a
+    record. record_seconds: maximum seconds for a record, see Bounds. DataError for inputs,
+    ConfigError for arguments.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}
@@ -114,9 +116,10 @@ def tokenize(
 def encode_records(
     tokenizer: Tokenizer, form: str, records: Sequence[tuple[bytes, str]]
 ) -> list[list[np.ndarray]]:
-    """Token ids, int32 (n,) each, of the documents that `tokenize` makes of records in JSON: two of
-    a pair, else one. form: of FORMATS but auto; of classes the label is left out. records: with
-    their places for messages. DataError for a record that is not of this format."""
+    """Token ids, int32 (n,) each, of the documents that `tokenize` makes of each record: two
+    documents of a pair, else one. form: one of FORMATS except "auto"; documents of "classes" come
+    without the label. records: records in JSON, each with its place for messages. DataError for a
+    record that is not of this format."""
     wanted = RecordText() if form == TEXT else RecordConversation(form)
     recipe = _recipe(tokenizer, "of the model", wanted, _Encoding("auto", "all", None, False))
     encoder, found = Encoder(tokenizer, recipe), []
@@ -141,9 +144,9 @@ class _Encoding(NamedTuple):
 def _prepared(
     spec: str, wanted: RecordText | RecordConversation, encoding: _Encoding, bounds: Bounds
 ) -> tuple[Recipe, list[str], int | None]:
-    """Recipe, warnings, and the id that ends a turn of conversations, computed in a worker process,
-    where foreign files can do no harm. DataError for a tokenizer or a template that cannot be
-    loaded, or exceeds the bounds."""
+    """Recipe, warnings, and the id that ends a turn of conversations. A worker process computes
+    these, because foreign files can do no harm there. DataError for a tokenizer or a template that
+    cannot be loaded, or exceeds the bounds."""
     prepare = partial(_prepare, spec, wanted, encoding)
     if spec == ByteTokenizer.fingerprint and isinstance(wanted, RecordText):
         return prepare()
@@ -229,7 +232,8 @@ def _warnings(recipe: Recipe, encoding: _Encoding) -> list[str]:
 
 
 def _one_file(shard_tokens: int, warnings: list[str]) -> int:
-    """The maximum number of tokens of a file: pairs are all in one file, so that none is cut."""
+    """The maximum number of tokens of a file with pairs: all pairs are in one file, so that no pair
+    is cut."""
     if shard_tokens != SHARD_TOKENS:
         warnings.append("--shard-tokens has no effect: all pairs are in one file, so none is cut")
     return MAX_TOKENS
@@ -238,7 +242,8 @@ def _one_file(shard_tokens: int, warnings: list[str]) -> int:
 def _check_options(
     eval_fraction: float, special_tokens: str, train_on: str, numbers: Mapping[str, float | None]
 ) -> None:
-    """Raise ConfigError for a bad option. numbers: by flag, must be positive; None: not given."""
+    """Raise ConfigError for a bad option. numbers: values by flag that must be positive; None: flag
+    not given."""
     if not 0 <= eval_fraction < 1:
         raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
     for flag, number in numbers.items():
@@ -254,12 +259,12 @@ def _check_options(
 
 
 def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> int:
-    """Number of worker processes for the size of the inputs: 1 for small ones, and for bytes, which
-    are encoded faster than sent to another process."""
+    """Number of worker processes for inputs of this size: 1 for small inputs, and for bytes,
+    because bytes are encoded faster than sent to another process."""
     small = sum(source.size for source in sources) < _SMALL_INPUT
     if small or isinstance(tokenizer, ByteTokenizer):
         return 1
-    cpus = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # the former since Python 3.13
+    cpus = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # since Python 3.13
     return min(cpus, 16)
 
 

@@ -56,9 +56,9 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[None]:
-    """Turn errors of the library `tokenizers` into DataError. kind: class of these errors; None:
-    only plain Exception, which the library raises for unreadable files. A panic of the library's
-    Rust code is a BaseException, and always becomes DataError."""
+    """Turn errors of the library `tokenizers` into DataError. kind: class of the errors to turn;
+    None: only plain Exception, which the library raises for unreadable files. A panic of the
+    library's Rust code is a BaseException, and always becomes DataError."""
     try:
         yield
     except (LlmqError, MemoryError):
@@ -439,7 +439,8 @@ class HfTokenizer:
         return [token.content for token in added if token.special and token.content]
 
     def is_byte(self, token: int) -> bool:
-        """True if the token stands for one byte of a character that the vocabulary lacks."""
+        """True if the token stands for a single byte of a character that is not in the
+        vocabulary."""
         return bool(re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", self._tokenizer.id_to_token(token) or ""))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -536,8 +537,8 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], new: Iterable[int]) -> Ite
     decoders join several tokens to one character."""
     ids: list[int] = []
     sent = ""  # the pieces so far
-    # Ids in front of the window, the index of the window's first id, and the number of characters
-    # of `sent` in front of the window.
+    # context: ids in front of the window. start: index of the window's first id. before: number of
+    # characters of `sent` that come before the window.
     context, start, before = prompt, 0, 0
     for token in new:
         ids.append(token)

@@ -77,8 +77,8 @@ def take_as_it_is(folder: Path, *, own: str | None = None, theirs: Path | None =
     tokenizer_config.json names EOS and BOS.
 
     own: class that transformers uses for this type of model, even if the file names another one.
-    theirs: folder of a foreign tokenizer that was copied, which is loaded in a process with bounds
-    (DataError beyond); None for a tokenizer of llmq.
+    theirs: folder of a copied foreign tokenizer, which a process with bounds loads (DataError if it
+    exceeds them); None for a tokenizer of llmq.
     """
     if not (folder / "tokenizer.json").is_file():
         return
@@ -114,7 +114,8 @@ def _take_as_it_is(folder: Path, own: str | None) -> None:
 
 
 def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, str]) -> None:
-    """Add special tokens to the config: those of `own` that the tokenizer has and no file names."""
+    """Add special tokens to the config: tokens of `own` that the tokenizer has and that no file
+    names."""
     named = read_json(tokenizer.folder / "special_tokens_map.json")
     for name, text in own.items():
         key = f"{name}_token"
@@ -126,7 +127,7 @@ def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
     """Compare a model directory's AutoTokenizer with the tokenizer of the training on a text.
     Returns the difference as the end of a sentence; None if the ids are equal, or if transformers
     is not installed. AutoTokenizer runs in another process, without PyTorch."""
-    expected = tokenizer.encode(text)  # first, as nothing bounds the trial
+    expected = tokenizer.encode(text)  # encode first, because nothing bounds the trial
     made = _trial(folder, text)
     if made is None:
         return None
@@ -164,8 +165,8 @@ _OLD_FILE = "added_tokens.json"  # ids by text
 
 
 class NewTokens(NamedTuple):
-    """Ids [first, first + count) of new tokens. made: identity of the tokenizer with these
-    tokens."""
+    """New tokens, with the ids [first, first + count). made: identity of the tokenizer that has
+    these tokens."""
 
     first: int
     count: int

@@ -55,7 +55,8 @@ def check_recorded(
 ) -> None:
     """Raise DataError unless the tokenizer of `source` is the tokenizer of a model's training.
     source: "bytes" or a folder; a folder without a tokenizer is not checked. made: tokenizer of the
-    training; None if unknown, then only the number of ids is checked. model: for messages."""
+    training; None if unknown, then only the number of ids is checked. model: name of the model, for
+    messages."""
     if source == "bytes":
         now, size = identity_of(ByteTokenizer()), ByteTokenizer.vocab_size
     else:

@@ -54,8 +54,8 @@ _SAMPLE = 1 << 20  # characters of the text on which bytes per token are measure
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokenizer:
-    """Result of `train_tokenizer`. bytes_per_token: measured on the first part of the text.
-    warnings: one line each."""
+    """Result of `train_tokenizer`. bytes_per_token: mean over the first part of the text. warnings:
+    one line each."""
 
     folder: Path
     vocab_size: int
@@ -87,8 +87,8 @@ def train_tokenizer(
     """Train a tokenizer, and write files that AutoTokenizer and `llmq tokenize` load to `out`.
 
     inputs, field, template, dataset: as in `tokenize`. vocab_size: number of all tokens; a text
-    with few patterns gives fewer. special_tokens: besides the end of a text. chat_template: CHATML
-    or a file. DataError or ConfigError, before anything is written.
+    with few patterns gives fewer. special_tokens: special tokens besides the end of a text.
+    chat_template: CHATML or a file. Raises DataError or ConfigError before anything is written.
     """
     out = Path(out)
     text = RecordText(field, template)
@@ -169,8 +169,8 @@ def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
 def _texts(
     sources: Sequence[InputSource], text: RecordText, special: Sequence[str], sample: list[str]
 ) -> Iterator[str]:
-    """Texts to train on, without the special tokens that a text contains, so that no merges are
-    made from these. sample: list that gets the first texts, about _SAMPLE characters."""
+    """Texts to train on. Special tokens in a text are left out, so that no merges come from special
+    tokens. sample: list that gets the first texts, about _SAMPLE characters."""
     tokens = re.compile("|".join(map(re.escape, special)))
     split, missing = EvalSplit(0.0, 0, sources), _SAMPLE
     for block in read_blocks(sources, text, split, Position()):
