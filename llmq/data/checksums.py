@@ -2,9 +2,9 @@
 
     offset 0     8 bytes  b"BIN.SUM\n"
            8     int32    version, 2
-          12     int32    bytes of a piece, a power of two; the last one may have fewer
+          12     int32    bytes of a piece, a power of two; the last piece may have fewer
           16     int64    bytes of the token file
-          24     int64    bytes of its `.docs` file, -1 without one
+          24     int64    bytes of its `.docs` file; -1 without a `.docs` file
           32     uint64   XXH3 of the `.docs` file
           40     uint64   XXH3 of all bytes of this file from offset 56 on
           48     uint64   XXH3 of the first 48 bytes of this file
@@ -33,11 +33,11 @@ from llmq.data.document_file import documents_path
 MAGIC = b"BIN.SUM\n"
 VERSION = 2
 SUFFIX = ".sums"
-ARRAY_SUFFIX = ".npy"  # of arrays beside token files, see sidecars.py
+ARRAY_SUFFIX = ".npy"  # ending of arrays beside token files, see sidecars.py
 PIECE_BYTES = 1 << 16
 _FIELDS = struct.Struct("<8s2i2q2Q")  # the header without its own checksum, at offset 48
 _SUM = np.dtype("<u8")
-_of_thread = threading.local()  # .buffer: the last piece that this thread has read
+_of_thread = threading.local()  # its .buffer holds the last piece that a thread has read
 
 
 def checksums_path(token_file: Path) -> Path:
@@ -46,9 +46,8 @@ def checksums_path(token_file: Path) -> Path:
 
 
 def write_checksums(token_file: Path, content: Path | None = None) -> None:
-    """Write the `.sums` file of a token file and its `.docs` file. content: the token file under
-    another name, until it is renamed to `token_file`; None: `token_file`. LlmqError if the disk
-    fails."""
+    """Write the `.sums` file of a token file and its `.docs` file. content: path of the token file
+    until it is renamed to `token_file`; None: `token_file` itself. LlmqError if the disk fails."""
     with disk_errors(checksums_path(token_file)):
         with open(content or token_file, "rb", buffering=0) as file:
             pieces = iter(functools.partial(file.read, PIECE_BYTES), b"")
@@ -66,11 +65,12 @@ def write_checksums(token_file: Path, content: Path | None = None) -> None:
 
 
 class Checksums:
-    """Content of a `.sums` file, and which pieces were compared. Threads may share an object: at
-    worst two threads compare the same piece."""
+    """Checksums of a `.sums` file, and a record of the pieces that were compared. Threads may share
+    an object: at worst two threads compare the same piece."""
 
     def __init__(self, path: Path, token_file: Path, num_bytes: int) -> None:
-        """num_bytes: size of the token file. DataError if `path` is damaged, or of another size."""
+        """path: the `.sums` file. num_bytes: size of the token file. DataError if the `.sums` file
+        is damaged, or belongs to a token file of another size."""
         self.path, self.token_file, self.num_bytes = path, token_file, num_bytes
         with read_errors(path):
             check_readable(path)
@@ -91,7 +91,8 @@ class Checksums:
             raise self._wrong(f"is of a file of {size} bytes, not of one of {num_bytes}")
         self._piece, self._shift = piece, piece.bit_length() - 1
         self._sums: list[int] = np.frombuffer(sums, _SUM).tolist()
-        # 1: not compared yet. One more entry serves reads of 0 bytes at the end of the file.
+        # For each piece 1 if it was not compared yet. One more entry serves reads of 0 bytes at the
+        # end of the file.
         self._unread = bytearray(b"\1" * len(self._sums) + b"\0")
 
     def _wrong(self, problem: str) -> DataError:
@@ -115,11 +116,11 @@ class Checksums:
         return _checksums(path.absolute(), token_file.absolute(), other.st_size, stamps)
 
     def verify(self, descriptor: int, start: int, stop: int) -> None:
-        """Compare the pieces of bytes [start, stop) that were not compared yet. descriptor: of the
-        open token file. DataError for a damaged piece."""
+        """Compare the pieces of bytes [start, stop) that were not compared yet. descriptor: file
+        descriptor of the open token file. DataError for a damaged piece."""
         unread, shift = self._unread, self._shift
         first, last = start >> shift, (stop - 1) >> shift
-        # Rows are short and many: mostly this test is the only work.
+        # Training reads many short rows, for most of which this test is the only work.
         if unread[first] or unread[last] or last - first > 1:
             while (first := unread.find(1, first, last + 1)) >= 0:
                 self._compare(descriptor, first)
@@ -146,7 +147,8 @@ class Checksums:
         return self._docs_bytes >= 0
 
     def verify_documents(self, data: bytes, path: Path) -> None:
-        """Compare the content of the `.docs` file. DataError for another content."""
+        """Compare the checksum of `data`, the content of the `.docs` file. path: the `.docs` file,
+        for messages. DataError for another content."""
         if (len(data), sum_of(data)) != (self._docs_bytes, self._docs):
             raise DataError(
                 f"'{path}' is not the one that '{self.path.name}' was written for: it is damaged, "
@@ -169,5 +171,6 @@ def find_token_files(pattern: str | Path) -> list[Path]:
 
 @functools.cache
 def _checksums(path: Path, token_file: Path, num_bytes: int, stamps: tuple[int, ...]) -> Checksums:
-    """Checksums of a token file. stamps: differ for files that were replaced."""
+    """Checksums of a token file, cached. stamps: numbers that differ if a file was replaced, for
+    the cache's key."""
     return Checksums(path, token_file, num_bytes)

@@ -57,8 +57,9 @@ class SequenceLayout:
     "llmq" (file after file, as llm.q). document_mask: True if batches have starts of documents.
     separator: id that ends a document in files without a `.docs` file. long: parts that are kept of
     a packed document longer than a sequence, "cut" (all), "truncate" (the first), "drop" (none) or
-    None (parts with a question, by masks). weights: share of each pattern; None: every sequence
-    once an epoch. pairs: "answers" or "labels" for losses of pairs of documents, else None.
+    None (parts with a question, by masks). weights: weight of each pattern's files in an epoch;
+    None: every sequence once an epoch. pairs: "answers" or "labels" for losses of pairs of
+    documents, else None.
     """
 
     packing: str = "concat"
@@ -101,19 +102,19 @@ class SequenceLayout:
 
 
 class DataSet:
-    """Checked token files and the plan of their epochs, the same for all ranks and any thread.
+    """Checked token files and the plan of their epochs, which all ranks and threads share.
 
-    files: in sorted order. fingerprint: hash of names and sizes. contents: hash of samples of the
-    tokens. total_tokens: of all files or, with a split or packed, of all sequences. order: hash of
-    all other inputs of the plan; None for llm.q's order. is_short: True if no file fills a
-    sequence, so that a shorter window is a sequence.
+    files: the token files in sorted order. fingerprint: hash of names and sizes of the files.
+    contents: hash of samples of the tokens. total_tokens: number of tokens of all files, or of all
+    sequences with a split or packing. order: hash of all other inputs of the plan; None for llm.q's
+    order. is_short: True if no file fills a sequence, so that a shorter window is a sequence.
 
-    Counts: documents: all. cut: documents longer than a sequence. untrained: documents without a
-    trained token, which packing leaves out. untrained_parts: parts of cut documents without a
-    trained token. left_out: parts, or with "drop" documents, left out for their length. trained:
-    trained tokens; lost: those in parts that are left out. empty_files: files without a sequence.
-    scanned: files whose documents a separator has found. A pair counts as two documents, and is
-    left out if it does not fit.
+    Counts: documents: all documents. cut: documents longer than a sequence. untrained: documents
+    without a trained token, which packing leaves out. untrained_parts: parts of cut documents
+    without a trained token. left_out: parts (with long "drop": documents) that are left out for
+    their length. trained: trained tokens. lost: trained tokens in parts that are left out.
+    empty_files: files without a sequence. scanned: files whose documents a separator has found. A
+    pair counts as two documents, and is left out if it does not fit.
     """
 
     def __init__(
@@ -158,9 +159,8 @@ class DataSet:
         if layout.data_order == "llmq":
             self.plan = FilesInTurn(windows)
             return
-        sorts = (
-            layout.weighs
-        )  # as always with weights, so that older checkpoints go on in their order
+        # With weights hashes are sorted, as in older versions: their checkpoints keep the order.
+        sorts = layout.weighs
         numbered = enumerate(groups)
         self._mix([WindowSource(windows, group, i, sorts=sorts) for i, group in numbered])
 
@@ -201,7 +201,7 @@ class DataSet:
                 )
 
     def _check_trained(self) -> None:
-        """Raise DataError for windows with tokens, none of which is trained."""
+        """Raise DataError if windows have tokens, but none of these tokens is trained."""
         some = any(file.num_tokens > 1 for file in self.files)
         if some and not self.layout.packs and not any(map(has_trained_tokens, self.files)):
             raise self._nothing_to_train("all tokens are masked")
@@ -336,7 +336,8 @@ class DataSet:
         return out
 
     def lines(self, name: str) -> list[str]:
-        """Lines about order, documents and weights for the console. name: of the data set."""
+        """Lines about order, documents and weights for the console. name: name of the data set in
+        these lines."""
         lines = []
         if self.is_short:
             lines.append(

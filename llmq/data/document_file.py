@@ -5,7 +5,7 @@
           12     int32    1 = the last document is cut, and continues in another token file
           16     int64    number of tokens of the token file
           24     int64    number of documents n
-          32     uint32   CRC-32 of some of its tokens (`sample_checksum`)
+          32     uint32   CRC-32 of some tokens of the token file (`sample_checksum`)
           36     filler   up to 64 bytes: "*", then a newline
           64     n int64  the position behind each document's last token, rising
 
@@ -60,8 +60,9 @@ def partial_path(path: Path) -> Path:
 
 
 def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndarray) -> int:
-    """CRC-32 of a few tokens, at ends of documents and at equal distances, which differs for
-    another file of the same length. read_tokens: maps (start, count) to ids, int32 (count,)."""
+    """CRC-32 of a few tokens, at ends of documents and at equal distances, to recognize another
+    file of the same length. read_tokens: function of (start, count) that returns ids, int32
+    (count,)."""
     if not len(ends):
         return 0
     chosen = np.linspace(0, len(ends) - 1, min(len(ends), _SAMPLES)).astype(np.int64)
@@ -74,7 +75,8 @@ def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndar
 class DocumentFile(NamedTuple):
     """Content of a `.docs` file, not yet compared with the token file. ends: int64 (n,), position
     behind each document's last token. is_cut: True if the last document continues in another file.
-    num_tokens, checksum: of the token file. in_pairs: True if every two documents are a pair."""
+    num_tokens: number of tokens of the token file. checksum: `sample_checksum` of the token file.
+    in_pairs: True if every two documents are a pair."""
 
     ends: np.ndarray
     is_cut: bool
@@ -84,8 +86,8 @@ class DocumentFile(NamedTuple):
 
 
 def read_document_file(path: Path, verify: Callable[[bytes, Path], None] | None) -> DocumentFile:
-    """Content of a `.docs` file. verify(bytes, path): raises DataError for a wrong checksum; None:
-    no check. DataError for a damaged file."""
+    """Content of a `.docs` file. verify: function of (bytes, path) that raises DataError for a
+    wrong checksum; None: no check. DataError for a damaged file."""
     with read_errors(path):
         check_readable(path)
         data = path.read_bytes()
@@ -179,7 +181,8 @@ class DocumentWriter(PartialFile):
         self.last = int(ends[-1]) if len(ends) else self.last
 
     def close(self, num_tokens: int, read_tokens: Callable[[int, int], np.ndarray]) -> None:
-        """Complete and rename the file. num_tokens, read_tokens: of the token file."""
+        """Complete and rename the file. num_tokens: number of tokens of the token file.
+        read_tokens: its reader, as in `sample_checksum`."""
         is_cut = self.last < num_tokens
         self.add(np.array([num_tokens]))
         with disk_errors(self.path), self._file:

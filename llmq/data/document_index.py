@@ -24,7 +24,7 @@ from llmq.data.document_file import (
 )
 from llmq.data.tokens import TokenFile
 
-_SCAN_TOKENS = 1 << 22  # read at once in the search for a separator
+_SCAN_TOKENS = 1 << 22  # tokens read at once in the search for a separator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,9 +58,10 @@ class DocumentIndex:
     def read(
         cls, token_file: str | Path | TokenFile, separator: int | None = None
     ) -> DocumentIndex:
-        """Documents of a token file. separator: id that ends a document, used without a `.docs`
-        file: then the whole file is read, once in a process. DataError without a `.docs` file and a
-        separator, or for a `.docs` file that is damaged or of another token file."""
+        """Documents of a token file. separator: id that ends a document. Without a `.docs` file the
+        whole token file is searched for this id, once in a process. DataError without both a
+        `.docs` file and a separator, or for a `.docs` file that is damaged or belongs to another
+        token file."""
         file = token_file if isinstance(token_file, TokenFile) else TokenFile(token_file)
         path = documents_path(file.path)
         if path.exists():
@@ -113,8 +114,9 @@ def kind_of_pairs(file: TokenFile) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentIndex:
-    """Documents that a separator ends. size, mtime_ns: of the file; part of the cache's key,
-    because a file may be replaced. DataError if the separator is nowhere in the file."""
+    """Documents that a separator ends. size, mtime_ns: size and time of the file, part of the
+    cache's key because a file may be replaced. DataError if the separator is nowhere in the
+    file."""
     file = TokenFile(path)
     ends = []
     for start in range(0, file.num_tokens, _SCAN_TOKENS):
@@ -149,18 +151,19 @@ def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
 
 def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) -> np.ndarray:
     """Number of trained tokens of each document, int64 (n,), without first tokens, which are never
-    targets. offsets: int64 (n + 1,), of the documents. Reads all masks of the file, `block` bits at
-    a time."""
+    targets. offsets: offsets of the documents, int64 (n + 1,). Reads all masks of the file, many
+    bits at a time."""
     if not file.has_masks:
         return np.diff(offsets) - 1
-    counts = np.zeros(len(offsets), np.int64)  # of the document in front of each offset
+    counts = np.zeros(len(offsets), np.int64)  # count of the document that ends at each offset
     for start in range(0, file.num_tokens, _BLOCK):
         count = min(_BLOCK, file.num_tokens - start)
         bits = file.read_mask(start, count)
         begin, end = np.searchsorted(offsets, (start, start + count))
         firsts = offsets[begin:end] - start
         bits[firsts] = False
-        # A document that begins with the block is counted twice, the first time as no bits.
+        # A document that begins where the block begins is counted twice, but its first count has no
+        # bits.
         counts[begin : end + 1] += np.add.reduceat(bits, [0, *firsts], dtype=np.int64)
     return counts[1:]
 
@@ -251,9 +254,9 @@ def _trained(
 
 
 def count_duplicates(train: Sequence[TokenFile], held_out: Sequence[TokenFile]) -> tuple[int, int]:
-    """Number of held-out documents that the training files contain, id by id, and number of all
-    held-out documents. A document that is cut between two files counts as two. A training document
-    is read only if a held-out one has the same length."""
+    """Number of held-out documents whose ids are also a document of the training files, and number
+    of all held-out documents. A document that is cut between two files counts as two. A training
+    document is read only if a held-out one has the same length."""
     digests: Counter[bytes] = Counter()
     for index, file in _indexed(held_out):
         digests.update(_hashes(file, index, np.arange(len(index))))

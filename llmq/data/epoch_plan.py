@@ -82,7 +82,7 @@ FILE_ORDER = 0x73653753  # second counter word of the file shuffle; the i-th fil
 
 def remembered(make: Callable[..., T], most: int) -> Callable[..., T]:
     """Function `make` with a cache of its last `most` results. A lock makes threads wait for a
-    result instead of computing it again: ranks ask for the same result at about the same time."""
+    result instead of computing the result again: ranks ask for a result at about the same time."""
     cached, lock = functools.lru_cache(most)(make), threading.Lock()
 
     def of(*given: int) -> T:
@@ -142,7 +142,8 @@ class Permutation:
     __slots__ = ("_low", "_masks", "_rounds", "n")
 
     def __init__(self, n: int, seed: int, epoch: int, which: int) -> None:
-        """seed: uint64; epoch, which: uint32. Other values give an unrelated order."""
+        """seed: uint64. epoch, which: uint32; which: number of the source. Other values give an
+        unrelated order."""
         bits = (n - 1).bit_length()
         self.n, self._low = n, bits // 2
         self._masks = (1 << bits - self._low) - 1, (1 << self._low) - 1
@@ -177,8 +178,8 @@ class Permutation:
                 return x
 
 
-_ROUNDS = 12  # of the cipher; with 4 long orders are uniform, with 8 orders of 5 were not
-_NETWORK = 0x66656973  # third counter word, as _HASHED
+_ROUNDS = 12  # rounds: 4 make long orders uniform, but 8 were too few for orders of 5
+_NETWORK = 0x66656973  # third counter word of networks, as _HASHED of hashes
 
 
 def _mixed(x: int) -> int:
@@ -202,8 +203,8 @@ class Split:
     held_out: bool
 
     def of(self, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """For each file, the first sequence of this side, and the number of its sequences. chunks:
-        number of all sequences of each file."""
+        """For each file, the index of this side's first sequence, and the number of this side's
+        sequences. chunks: number of sequences of each file on both sides."""
         held, total = [], 0
         for count in chunks:
             before, total = int(total * self.fraction), total + count
@@ -239,7 +240,9 @@ class FileWindows:
         *,
         tails: bool = False,
     ) -> None:
-        """indices: documents of each file, for ends of spans. tails: add a shorter last window."""
+        """split: side of a split of the windows; None: all windows. indices: documents of each
+        file, for ends of spans; None: spans without ends. tails: True to add a shorter last window
+        to each file."""
         self.seq_len, self._indices = seq_len, indices
         self.counts = [max(file.num_tokens - 1, 0) // seq_len for file in files]
         self.first, self.tail = [0] * len(files), [0] * len(files)
@@ -310,7 +313,7 @@ class WindowSource:
             return np.concatenate([windows.lengths(i) for i in self._files])[order]
         out = np.full(self.count, windows.seq_len, np.int64)
         for i, edge in zip(self._files, self._edges[1:].tolist(), strict=True):
-            if windows.tail[i]:  # of the last window of the file
+            if windows.tail[i]:  # the file's last window is shorter
                 out[order.place_of(edge - 1)] = windows.tail[i]
         return out
 
@@ -328,7 +331,7 @@ class PackedSource:
         self._pass = remembered(self._make_pass, _PASSES)
 
     def _make_pass(self, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Orders of the rows, and of the pieces that fill rows: the longest first."""
+        """Order of the rows, and order of the pieces that fill rows, the longest piece first."""
         rows = hashed_order(self.count, seed, number, 2 * self._which)
         if self._rows is None:
             return rows, _NO_ENDS
@@ -396,7 +399,8 @@ class FilesInTurn:
         return lengths[epoch_order(self.counts[file], seed, epoch, place)]
 
     def tokens(self) -> int:
-        """Tokens of an epoch without padding; the mean of epochs if epochs end inside a pass."""
+        """Number of tokens of an epoch without padding; the mean over epochs if epochs end inside a
+        pass of a source."""
         return self._windows.tokens()
 
 
@@ -406,11 +410,11 @@ class Mixture:
 
     An epoch has as many sequences as all sources together. A source's sequences come in passes,
     which continue from epoch to epoch: a sequence is repeated only after all sequences of its
-    source. shares: sequences of each source in an epoch.
+    source. shares: number of sequences of each source in an epoch.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], weights: Sequence[float]) -> None:
-        """weights: of each source, above 0, with any sum."""
+        """weights: weight of each source, above 0; the sum does not matter."""
         self.sources = list(sources)
         self.shares = shares_of(sum(source.count for source in sources), weights)
         self.counts = [sum(self.shares)]

@@ -66,6 +66,7 @@ def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """tokenize.json of a folder that `llmq tokenize` has written into; {} of any other folder."""
+    """Content of tokenize.json in a folder that `llmq tokenize` has written into; {} for any other
+    folder."""
     manifest = json_object(folder / MANIFEST)
     return manifest if {"complete", "options", "splits", "inputs"} <= manifest.keys() else {}

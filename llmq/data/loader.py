@@ -2,9 +2,9 @@
 
 An `EpochPlan` gives the order: parts of an epoch, and sequences of each part. A group is
 `world_size` consecutive sequences of a part, one per rank; a batch is `micro_batch` groups, perhaps
-of several parts. A part's incomplete last group and an epoch's incomplete last batch are filled up,
-or left out (--drop-last, in training). Positions are arithmetic on (epoch, part, sequence), so
-resuming costs one shuffle and reads no data.
+of several parts. A part's incomplete last group and an epoch's incomplete last batch are filled up
+with masked repetitions, or left out (--drop-last, in training). Positions are arithmetic on (epoch,
+part, sequence), so resuming costs one shuffle and reads no data.
 
 By default the sequences of all files are one part. A file of n tokens has (n - 1) // T sequences
 of T input tokens, whose targets are the same tokens shifted by one.
@@ -38,7 +38,7 @@ _STATE |= {"file_name": str, "files": str}
 class _EpochPlace:
     """Place of the next group: a part of the epoch, and a sequence of the part. Names are llm.q's,
     where a part is a file and a sequence a chunk. chunk_index: number of done sequences of the
-    part, of all ranks together, so that a place is valid for any number of ranks."""
+    part, summed over ranks, so that a place is valid for any number of ranks."""
 
     epoch: int = 0
     file_index: int = 0
@@ -70,15 +70,15 @@ class DataLoader(Closing):
         prefetch: int = 4,
         **reading: Any,
     ) -> None:
-        """files: glob patterns. seed: uint64. vocab_size: of the model. prefetch: batches read
-        ahead.
+        """files: glob patterns. seed: uint64. vocab_size: size of the model's vocabulary. prefetch:
+        number of batches to read ahead.
 
         everything: as in DataSet, for validation. drop_last: True to leave out incomplete groups
         and batches; False to fill these up with repeated sequences, whose targets are masked and
-        which bring no new values into the model. split: sequences of the files; None: all. layout:
-        of sequences; None: windows of all files, shuffled together. reading: inputs, scores, labels
-        and pad as in RowReader; sidecars need not exist before the first batch is read. DataError
-        for damaged files, or files without a batch.
+        which bring no new values into the model. split: side of a split of the files' sequences;
+        None: all sequences. layout: layout of sequences; None: windows of all files, shuffled
+        together. reading: inputs, scores, labels and pad as in RowReader; sidecars need not exist
+        before the first batch is read. DataError for damaged files, or files without a batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
             raise ValueError(
@@ -111,8 +111,8 @@ class DataLoader(Closing):
 
     def _start(self, rank: int) -> None:
         self.rank = rank
-        self._position = _EpochPlace()  # of the batch that next_batch returns next
-        self._ahead: _EpochPlace | None = self._position  # of the batch to read next; None: end
+        self._position = _EpochPlace()  # place of the batch that next_batch returns next
+        self._ahead: _EpochPlace | None = self._position  # of the batch to read; None: end
         self._pending: deque[tuple[Future, _EpochPlace]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"loader-{rank}")
         data = self.data
@@ -135,7 +135,8 @@ class DataLoader(Closing):
         return self.data.total_tokens
 
     def _parts(self, count: int, size: int) -> int:
-        """Number of groups of `size` in `count`; an incomplete group counts unless dropped."""
+        """Number of groups of `size` elements in `count` elements; an incomplete group counts
+        unless drop_last."""
         return count // size if self._drop_last else -(-count // size)
 
     def _too_short(self) -> DataError:
@@ -157,7 +158,8 @@ class DataLoader(Closing):
         return sum(count for _, count in self._taken(batches))
 
     def tokens(self, batches: int) -> int:
-        """Number of tokens in these sequences, without padding."""
+        """Number of tokens, without padding, in the first batches of the current epoch, on all
+        ranks."""
         plan = self.data.plan
         return sum(
             int(plan.lengths(self.seed, self.epoch, place)[:count].sum())
@@ -188,7 +190,7 @@ class DataLoader(Closing):
         return self._parts(left, self.micro_batch)
 
     def step_batches(self, most: int) -> int:
-        """Number of batches of the next step, of which `most` are wanted."""
+        """Number of batches of the next step, which takes at most `most` batches."""
         return min(most, self.batches_left)
 
     @property
@@ -334,7 +336,8 @@ class DataLoader(Closing):
         return rows, _EpochPlace(at.epoch, file_index, chunk_index)
 
     def _read_batch(self, seed: int, epoch: int, groups: list[tuple[int, int]]) -> Batch:
-        """Batch of this rank's sequence of each group. Runs on the reading thread, in order."""
+        """Batch of this rank's sequences, one from each group. Runs on the reading thread, in
+        order."""
         plan, order = self.data.plan, self._order(epoch)
         rows: list[list[Span]] = []
         counted = []

@@ -55,8 +55,9 @@ class Pieces:
 
 def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
     """Pieces of documents of one file, each of seq_len tokens, with a shorter last piece. starts,
-    lengths: int64 (n,). Every token but a document's first is the target of one token of one piece.
-    A single last token is no piece, because it has no target."""
+    lengths: first token and number of tokens of each document, int64 (n,). Every token but a
+    document's first is the target of one token of one piece. A single last token is no piece,
+    because it has no target."""
     counts = -(-np.maximum(lengths - 1, 0) // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
     first = np.cumsum(counts) - counts
@@ -75,8 +76,9 @@ def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: i
 
 
 def whole_pairs(file: int, starts: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> Pieces:
-    """Pieces of pairs of documents of one file, a piece for each pair. starts, lengths: int64 (n,),
-    of both documents together. first: (n,), tokens of the first document."""
+    """Pieces of pairs of documents of one file, a piece for each pair. starts, lengths: first token
+    and number of tokens of each pair, int64 (n,). first: tokens of each pair's first document,
+    (n,)."""
     return Pieces(
         file=np.full(len(starts), file, np.int32),
         start=starts,
@@ -89,7 +91,7 @@ def whole_pairs(file: int, starts: np.ndarray, lengths: np.ndarray, first: np.nd
 
 
 def joined(parts: Sequence[Pieces]) -> Pieces:
-    """Pieces of several parts, or of none."""
+    """Pieces of all `parts` together; no pieces for no parts."""
     types = {
         "file": np.int32,
         "start": np.int64,

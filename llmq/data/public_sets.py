@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from llmq.base.errors import ConfigError
 from llmq.base.files import disk_errors, make_directory, replacing
 
-ENDPOINT = "https://raw.githubusercontent.com"  # LLMQ_DATA_ENDPOINT names another one
+ENDPOINT = "https://raw.githubusercontent.com"  # LLMQ_DATA_ENDPOINT names another server
 FOLDER = Path("data")
 
 

@@ -13,7 +13,7 @@ from llmq.base.step_inputs import PAIRS, SCORES, TARGET, Input
 from llmq.data.sidecars import Column, column_path, open_column
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 
-_OPEN_FILES = 16  # kept open by one reader
+_OPEN_FILES = 16  # maximum number of files that one reader keeps open
 
 
 class Span(NamedTuple):
@@ -29,8 +29,8 @@ class Span(NamedTuple):
 
 
 def documents_of(spans: Sequence[Span], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of a row at which documents start, in any order, and positions behind known ends of
-    documents, int64 each. Padding counts as a document."""
+    """Positions in a row at which documents start, in any order, and positions behind known ends of
+    documents, both int64 arrays. Padding counts as a document."""
     edges = np.cumsum([0, *(span.length for span in spans)])
     pairs = zip(spans, edges[:-1].tolist(), strict=True)
     ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
@@ -139,8 +139,8 @@ class RowReader:
         targets: np.ndarray,
         partner: np.ndarray,
     ) -> None:
-        """Fill a row's `partner`, (seq_len,), by masks of the first tokens of documents; with a
-        score head also the row's targets: label 0 behind each document."""
+        """Fill a row's `partner`, (seq_len,), from the mask bits of the documents' first tokens.
+        With a score head also set the row's targets: label 0 behind each document."""
         # Edges of spans are edges of the tokens read, because no span of a pair goes on.
         edges = np.cumsum([0, *(span.length for span in spans)])
         for begin, span in zip(edges[:-1].tolist(), spans, strict=True):

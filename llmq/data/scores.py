@@ -49,7 +49,7 @@ from llmq.data.tokens import TokenFile
 
 MOST = 255
 LARGEST_ID = 4 << 16
-LEAST_REST = 2.0**-16  # minimum probability of all other tokens together
+LEAST_REST = 2.0**-16  # minimum probability of all tokens outside the k largest
 _LEVELS = 255
 
 
@@ -64,7 +64,7 @@ def encoded(teacher_logprobs: np.ndarray) -> np.ndarray:
     n, k = len(teacher_logprobs), teacher_logprobs.shape[1] // 2
     ids = np.ascontiguousarray(teacher_logprobs[:, :k]).view(np.int32)
     logs = np.minimum(teacher_logprobs[:, k:], 0)
-    # The next larger float16, so that no log-probability is below the range of codes.
+    # Round up to the next float16, so that no log-probability is below the range of codes.
     deepest = np.maximum(-logs.min(axis=1), 2.0**-14)
     deepest = np.nextafter(deepest.astype(np.float16), np.float16(np.inf))
     codes = np.rint(_LEVELS * np.sqrt(-logs / deepest.astype(np.float32)[:, None]))
@@ -113,9 +113,10 @@ _BLOCK = 1 << 16
 class Scored:
     """Description of scores: the token file, and the model that computed the scores.
 
-    model: `BaseId.record`. tokens, num_bytes, sample: of the token file. tokenizer: of the token
-    file, None if unknown. seq_len: length of the longest unit that is scored as a whole. top_k:
-    number of tokens with a probability at each position; 0: only the token of the file.
+    model: `BaseId.record` of the model. tokens, num_bytes: number of tokens and size of the token
+    file. sample: its `TokenFile.sample`. tokenizer: identity of its tokenizer; None if unknown.
+    seq_len: length of the longest unit that is scored as a whole. top_k: number of tokens with a
+    probability at each position; 0: only the token of the file.
     """
 
     model: dict[str, Any]
@@ -161,7 +162,8 @@ class ScoreFile:
     """Scores of a token file, for one thread."""
 
     def __init__(self, path: Path) -> None:
-        """DataError for a file that is missing, damaged, not complete, or of another format."""
+        """Open a `.scores` file. DataError for a file that is missing, damaged, not complete, or of
+        another format."""
         self.path = path
         self._file: BinaryIO | None = None
         try:
@@ -187,7 +189,7 @@ class ScoreFile:
         self._checksums = Checksums.of(path)
 
     def check(self, file: TokenFile, top_k: int = 0) -> None:
-        """Raise DataError unless the scores are of this token file, with top_k tokens at each
+        """Raise DataError unless the scores belong to this token file, with top_k tokens at each
         position."""
         if self.scored.top_k != top_k:
             kinds = (f"{k} probabilities" if k else "one score" for k in (self.scored.top_k, top_k))

@@ -32,7 +32,7 @@ class Column(Protocol):
 
 
 class _Weights:
-    """Weights of messages in a token file; mask bits of a file without weights."""
+    """Column of the weights in a token file; the file's mask bits if it has no weights."""
 
     def __init__(self, file: TokenFile) -> None:
         self.read = file.read_weights
@@ -45,7 +45,8 @@ class ArrayFile:
     """`.npy` file with one element of an input for each token of a file."""
 
     def __init__(self, of: Input, file: TokenFile) -> None:
-        """DataError for a missing array, or another shape, dtype or order."""
+        """Open the array of input `of` beside a token file. DataError for a missing array, or
+        another shape, dtype or order."""
         self.path = path = array_path(file.path, of.name)
         wanted, dtype = (file.num_tokens, *of.shape), of.dtype.numpy
         try:
@@ -106,7 +107,7 @@ def column_path(of: Input, token_file: Path, scores: Path | None) -> Path:
 
 def open_column(of: Input, file: TokenFile, scores: Path | None) -> Column:
     """Column of an input for a token file. scores: folder of `.scores` files. DataError for a
-    column that is missing, damaged, or of other tokens."""
+    column that is missing or damaged, or that belongs to other tokens."""
     if of.sidecar == WEIGHTS:
         return _Weights(file)
     if of.sidecar == SCORES:

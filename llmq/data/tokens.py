@@ -41,7 +41,7 @@ def mask_path(token_file: Path) -> Path:
 
 
 class MaskWriter(PartialFile):
-    """Writer of weights or mask bits of tokens, one byte in 200ths for each token."""
+    """Writer of tokens' weights or mask bits: one byte for each token, its weight in 200ths."""
 
     def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
         """keep: number of weights of the partial file to keep, or the weights (n,) to keep."""
@@ -56,7 +56,8 @@ class MaskWriter(PartialFile):
             self._file.write(np.rint(mask * np.float64(WEIGHT_PARTS)).astype(np.uint8).tobytes())
 
     def copy_to(self, file: BinaryIO, *, as_bits: bool) -> None:
-        """Append all weights to another file: bytes, or as_bits bits, 1 for a weight above 0."""
+        """Append all weights to another file: one byte each, or with as_bits one bit each, 1 for a
+        weight above 0."""
         self.sync()
         with disk_errors(self.path), open(self._file.name, "rb") as weights:
             while piece := weights.read(_COPY_BYTES):
@@ -81,9 +82,9 @@ _TOKEN = np.dtype("<i4")
 def open_token_files(
     patterns: str | Path | Sequence[str | Path], vocab_size: int | None = None
 ) -> list[TokenFile]:
-    """Checked token files that glob patterns name, in sorted order. vocab_size: of the model; no
-    file may have a larger vocabulary. DataError for the first file that is missing, damaged or of
-    another vocabulary."""
+    """Checked token files that glob patterns name, in sorted order. vocab_size: size of the model's
+    vocabulary; no file may have a larger one. DataError for the first file that is missing or
+    damaged, or has a larger vocabulary."""
     if isinstance(patterns, str | Path):
         patterns = [patterns]
     paths: set[Path] = set()
@@ -118,9 +119,10 @@ def open_token_files(
 
 
 class TokenFile:
-    """Checked token file, for one thread. vocab_size: 0 if unknown. has_weights: True for weights,
-    which serve as masks too. num_bytes: size of the file. checksums: of pieces, compared at the
-    first read of a piece; None without a `.sums` file."""
+    """Checked token file, for one thread. vocab_size: size of the vocabulary; 0 if unknown.
+    has_weights: True if the file has weights, which serve as masks too. num_bytes: size of the
+    file. checksums: checksums of the file's pieces, compared at the first read of a piece; None
+    without a `.sums` file."""
 
     __slots__ = (
         "_file",
@@ -265,8 +267,8 @@ class TokenWriter(PartialFile):
     ) -> None:
         """keep_tokens: number of tokens to keep of a partial file. with_weights: True for weights
         as masks. in_pairs: True if every two documents are a pair. with_documents, with_checksums:
-        write the `.docs` file and the `.sums` file; else those of an earlier token file are
-        removed."""
+        True to write the `.docs` file or the `.sums` file, False to remove this file of an earlier
+        token file."""
         self.path = Path(path)
         self._documents: DocumentWriter | None = None
         self._masks: MaskWriter | None = None
@@ -352,7 +354,7 @@ class TokenWriter(PartialFile):
             complete.close()
         else:
             documents_path(self.path).unlink(missing_ok=True)
-        checksums_path(self.path).unlink(missing_ok=True)  # they are of an earlier token file
+        checksums_path(self.path).unlink(missing_ok=True)  # checksums of an earlier token file
         os.replace(partial_path(self.path), self.path)
         sync_directory(self.path.parent)
         if self.with_checksums:

@@ -43,7 +43,7 @@ from llmq.text.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
 from llmq.text.tokenizer_id import identity_of, tokenizer_of_folder
 
 SPLITS = ("train", "eval")
-MOST_NOTES = 50  # at most so many different notes are counted: messages may have any field names
+MOST_NOTES = 50  # maximum number of different notes: messages may have fields of any name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Manifest:
 
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
-        self._documents: int = data["documents"]  # count of interrupted runs
+        self._documents: int = data["documents"]  # written by interrupted runs
         self.was_complete: bool = data["complete"]
         self.was_resumed = not self.was_complete and data["position"] != asdict(Position())
         self.chat_template: str | None = None  # replaces the template in the tokenizer's copy
@@ -184,8 +184,8 @@ class Manifest:
     def save(
         self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
     ) -> None:
-        """Force the token files to the disk, then record their counts. complete: True after the
-        last document, to finish the files and save the tokenizer, too."""
+        """Force the token files to the disk, then record their counts. complete: True behind the
+        last document, to save the tokenizer, too."""
         for writer in shards.values():
             writer.sync()
         if complete:
