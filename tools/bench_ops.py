@@ -10,8 +10,8 @@ with other (dirty) lines. The table has the median time of many runs and the rat
 products and attention, else GB/s of the bytes that must be moved. The ceiling of bytes is a large
 copy on this device. The ceiling of products and attention is the value in benchmarks/peers.json for
 this card and shape, else a large product in bf16, twice its speed for fp8 and int8. A call below 85
-% of a large copy is also compared with a copy of equal size, which needs time to start and end as
-well.
+% of the large copy's rate is also compared with a copy of equal size, which needs time to start and
+end, too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
 
 MIB = 1 << 20
-LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # smaller cases are for tests
+LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # cases with less work are for tests
 WARM_UP, MIN_RUNS, MAX_RUNS, SECONDS = 3, 10, 100, 0.3
 FACTS = Path(__file__).parents[1] / "benchmarks" / "peers.json"
 GOAL = 85  # percent of the bandwidth of a copy
@@ -57,7 +57,7 @@ PRODUCTS = (
     "matmul_fp8",
     "matmul_int8",
     *FUSED,
-)  # compute-bound; all others are memory-bound
+)  # compute-bound operations; all others are memory-bound
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ def median_ms(
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second of a copy, FLOP/s of a product, and this card's part of
-    benchmarks/peers.json."""
+    """Ceilings of a device. copy: bytes per second of a copy. product: FLOP/s of a product. facts:
+    this card's part of benchmarks/peers.json."""
 
     copy: float
     product: float
@@ -177,7 +177,7 @@ class Ceilings:
 
 
 def copy_speed(open_device: Callable[[MemorySizes], Device], size: int, flush_bytes: int) -> float:
-    """Bytes per second, read plus written, of a copy of `size` bytes."""
+    """Bytes read plus bytes written per second by a copy of `size` bytes."""
     with closing(open_device(MemorySizes(device=2 * size + flush_bytes, stack=0, pinned=0))) as dev:
         source, target, flush = (
             dev.alloc(name, (n,), U8, "Activations")

@@ -3,8 +3,8 @@
 
     PYTHONPATH=. tools/coming_from.py
 
-llmq/options/foreign.py holds the tables, one for each trainer; the page has these between two
-comments.
+llmq/options/foreign.py holds the tables, one for each trainer; the page shows the tables between
+two comments.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BEGIN, END = "<!-- written by tools/coming_from.py -->\n", "<!-- until here -->\
 
 
 def cell(answers: Answers) -> str:
-    """The answer or the answers by value as Markdown, the default last. A switch that is off needs
-    no answer."""
+    """Markdown of llmq's answer to an option, or of its answers by the option's value, the default
+    last. A switch that is off needs no answer."""
     if isinstance(answers, str):
         return _marked(answers)
     by_text: dict[str, list[str]] = {}

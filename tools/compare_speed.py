@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The speed of two checkouts of llmq on the same machine, row by row of a file for `llmq bench`.
+"""Compare the speed of two checkouts of llmq on one machine, for each row of a `llmq bench` file.
 
     tools/compare_speed.py OLD NEW benchmarks/h100/h100_recipes.yaml --out speed [--turns 1]
         [--only 0,4]
 
 OLD and NEW are folders that hold the package llmq. A card becomes slower as it gets warm, so each
 row runs in both checkouts before the next one begins, and the order changes from row to row. The
-table gives tokens per second of both, the median over turns, their ratio, and seconds to the first
-step; the reports of `llmq bench` stay in the folder --out.
+table gives both checkouts' tokens per second (medians over turns), the ratio, and seconds to the
+first step. The reports of `llmq bench` stay in the folder --out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import yaml
 
 
 def measure(tree: Path, row: Path, out: Path, steps: int, repeats: int) -> dict[str, Any]:
-    """Return the run in the report of `llmq bench` by this checkout, for the single run in
-    `row`."""
+    """Run `llmq bench` of the checkout `tree` on the file `row`, which has a single run; return
+    this run's record in the report."""
     command = [sys.executable, "-m", "llmq", "bench", "--config", str(row), "--out", str(out)]
     command += ["--timed-steps", str(steps), "--repeats", str(repeats)]
     paths = [str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -44,16 +44,17 @@ from llmq.state.params import weight_table
 from llmq.state.placement import place, resident, table_of
 from llmq.state.weights import Weights
 
-# By capability: multiprocessors of a typical card, KiB of shared memory for one block at most.
+# By capability: multiprocessors of a typical card, and maximum KiB of shared memory of a block.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
 FP8, INT8 = {"matmul_dtype": "e4m3"}, {"matmul_dtype": "int8"}
 TERNARY = {"model_dtype": "fp32", "matmul_dtype": "ternary"}  # int8 products with F32 results
-REGISTERS = 65536  # of a multiprocessor
-RESERVED = 1024  # bytes of shared memory that CUDA takes beside a block's own
+REGISTERS = 65536  # registers of a multiprocessor
+RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel: threads per block, bytes of shared memory."""
+    """One launch of a kernel. threads: threads per block. shared: bytes of dynamic shared
+    memory."""
 
     threads: int
     shared: int
@@ -98,8 +99,8 @@ ADAPTERS = {"lora_rank": 8, "lora_dropout": 0.1}
 
 
 def formats() -> Iterator[dict[str, str]]:
-    """Yield choices of formats as fields of TrainConfig: all, with 8-bit moments only for both
-    moments."""
+    """Yield all choices of formats as fields of TrainConfig; 8-bit moments are chosen only for both
+    moments together."""
     both = ("bf16", "fp32")
     moments = (*itertools.product(both, repeat=2), ("e4m3", "e4m3"))
     for master, grad, (m, v) in itertools.product(both, both, moments):
@@ -202,14 +203,15 @@ def note_routers(spec: DeviceSpec, noted: Launches) -> None:
 
 
 class Run(NamedTuple):
-    """A training step of a preset with fields of TrainConfig, or sampling in the type `sampled`."""
+    """A training step of a preset with fields of TrainConfig. With `sampled`, sampling in this type
+    instead."""
 
     preset: str
     fields: tuple[tuple[str, Any], ...] = ()
     sampled: DType | None = None
 
     def note(self, spec: DeviceSpec, noted: Launches) -> None:
-        """Add the launches of this run on such a GPU."""
+        """Add the launches of this run on a GPU as in `spec` to `noted`."""
         preset = PRESETS[self.preset]
         model = preset.with_layers(preset.layer_kinds)
         note_heads(spec, model, noted)
@@ -261,7 +263,7 @@ def all_runs(capability: int) -> list[Run]:
     if capability in GENERIC_FP8:
         fields = FP8 | {"fp8_recipe": "delayed", "head_dtype": "e4m3", "fp8_accumulate": "fp16"}
         runs += [Run(name, tuple(fields.items())) for name in (first, *of_activation.values())]
-    if capability == CAPABILITY:  # without dropout, fused in both directions
+    if capability == CAPABILITY:  # without dropout adapters are fused in both directions
         adapted = {"lora_rank": 8, "lora_dropout": 0.0}
         formats_of = [{"model_dtype": "bf16", "matmul_dtype": "bf16"}]
         for gradient in ("e4m3", "e5m2"):
@@ -278,7 +280,7 @@ def all_runs(capability: int) -> list[Run]:
 
 
 def entries(found: dict[int, Launches]) -> set[tuple[str, str]]:
-    """File and entry point of all kernels launched on any architecture."""
+    """File and entry point of each kernel that is launched on any architecture."""
     return {(source.file, source.entry) for noted in found.values() for source in noted}
 
 
@@ -317,8 +319,8 @@ class Report:
 
     @property
     def blocks(self) -> int:
-        """Blocks that must share a multiprocessor, so that one hides the other's epilogue or
-        waits."""
+        """Number of blocks that must share a multiprocessor, so that one block hides another's
+        epilogue or waits."""
         file, entry, types, consts = self.source
         grouped = file == "experts/grouped.cu" and self.launch.threads == 128  # fp8 codes: 256
         tiles = entry in ("attention_forward", "attention_backward_tiles")

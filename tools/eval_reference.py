@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "run" / "golden" / "lm_eval.json"
-# Task definitions below lm-eval's folder; plain texts have none.
+# Paths of task definitions in lm-eval's folder; plain texts have no definition.
 DEFINED = {
     "hellaswag": "hellaswag/hellaswag.yaml",
     "arc": "arc/arc_easy.yaml",
@@ -58,8 +58,8 @@ def _definition(kind: str, path: Path, number: int) -> dict[str, Any]:
 
 
 def reference(model: Path, tasks: dict[str, Path], number: int) -> dict[str, Any]:
-    """Return by kind the metrics, and the log-likelihoods of all requests. number: unique for each
-    call."""
+    """Return, for each kind of task, lm-eval's metrics and the log-likelihoods of all requests.
+    number: a number that no other call has, for unique task names."""
     os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     import lm_eval
 

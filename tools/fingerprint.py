@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Write down what a refactoring must leave as it is, byte for byte: the numbers, files and bytes of
-many runs.
+"""Record the numbers, files and bytes of many runs, which a refactoring must not change.
 
     PYTHONPATH=OLD_CHECKOUT tools/fingerprint.py --out old.json
     PYTHONPATH=NEW_CHECKOUT tools/fingerprint.py --out new.json
@@ -11,11 +10,11 @@ tools/fingerprint_runs.py lists the runs: small ones of `llmq.Trainer` on the CP
 script runs on both sides of a change that moves modules. llmq comes from PYTHONPATH, or is the
 installed one. Results of different processors differ in their last bits: compare two commits on the
 same machine. --compare exits with status 1 if anything differs, if a record lacks a run that the
-other has, and if a run failed. --only REGEX makes a record of some runs.
+other record has, or if a run failed. --only REGEX records only the runs whose names match.
 
---gpu makes a record of other runs, on a Hopper GPU and in sizes that its fused products are for,
-each with them and without (LLMQ_FUSED). --gpu --device cpu tries the same on the CPU, in small
-models. A record exits with status 1 if a run failed.
+--gpu records other runs, on a Hopper GPU in sizes that suit its fused products, each run with and
+without fused products (LLMQ_FUSED). --gpu --device cpu tries the same on the CPU, in small models.
+A record exits with status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ from fingerprint_runs import (
 )
 from safetensors.numpy import load_file, save_file
 
-STEPS = 3  # steps of a run, and of its part after ->
-SLOWEST = 5  # slowest runs, named at the end
+STEPS = 3  # steps of a run, and of its second trainer (after ->)
+SLOWEST = 5  # number of slowest runs to name at the end
 OWN_SIZES = (  # sizes that only new models can have
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
     "max_positions rope_theta tie_embeddings"
@@ -84,7 +83,7 @@ MPI = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "OMPI_MCA_btl": "^tcp",
 }
-# Fields that are planned sizes.
+# Names of fields that hold planned sizes.
 SIZES = re.compile(r"\b(memory|sizes)\.|_bytes$|stack\.\d+\.bytes$|log\.\d+\.stats\.")
 
 
@@ -137,7 +136,7 @@ def masked_batches(count: int, config: Any) -> list[tuple[np.ndarray, ...]]:
 
 
 def measured(result: Any) -> dict[str, Any]:
-    """The fields of a result without times and some other numbers."""
+    """The fields of a step's or evaluation's result, without times and some other numbers."""
     left_out = ("communication", "waits", "begin", "end", "validated", "shown")
     found = dataclasses.asdict(result)
     found |= found.pop("numbers", {})  # fields in older versions
@@ -245,8 +244,8 @@ def train(run: str) -> dict[str, Any]:
 
 
 def kinds_of(options: dict[str, Any], card: str = "") -> list[dict[str, Any]]:
-    """The launches by kind that `llmq plan` reports for a step with these options. card: --card, or
-    none."""
+    """The launches by kind that `llmq plan` reports for a step with these options. card: value of
+    --card; "": no --card."""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -262,8 +261,8 @@ def kinds_of(options: dict[str, Any], card: str = "") -> list[dict[str, Any]]:
 def on_a_gpu(line: str, fused: bool, device: str) -> dict[str, Any]:
     """The fingerprint of a line of GPU_RUNS: losses, norms, weights and launches.
 
-    fused: True uses our fused products where the rules choose these. The rules choose none on the
-    CPU, so there True uses all possible ones, in a small enough model.
+    fused: True uses llmq's fused products where the rules choose them. The rules choose none on the
+    CPU, so there True uses all possible fused products, in a small model.
     """
     from llmq import Trainer
 
@@ -346,7 +345,7 @@ def commands(lines: list[str]) -> dict[str, Any]:
     for line in lines:
         first, _, rest = line.partition(" ")
         shown = in_two_processes(rest) if first == "mpirun" else command(line)
-        if first == "bench":  # its lines have speeds
+        if first == "bench":  # the output of bench has speeds
             shown |= {name: WORDS_ONLY.sub(" ", shown[name]) for name in ("out", "err")}
         found[f"{len(found)} {line.split()[0]}"] = shown | {"out": shown["out"].splitlines()}
     log = Path("log.json")
@@ -383,7 +382,7 @@ def golden(line: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------
-# All of them, and two of them compared
+# All fingerprints, and the comparison of two records
 
 RUNNERS = {
     **{f"train {line}": (train, line) for line in RUNS},
@@ -483,7 +482,7 @@ def bases_of(names: list[str]) -> list[str]:
 def fingerprints(
     names: list[str], jobs: int, device: str
 ) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Yield name, fingerprint and seconds of these runs, each in its own process. device: of
+    """Yield name, fingerprint and seconds of these runs, each in its own process. device: device of
     GPU_RUNS."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(jobs, spawn) as pool:
@@ -510,7 +509,7 @@ def record(names: list[str], out: Path, jobs: int, device: str) -> int:
 
 
 def main() -> None:
-    """Entry point."""
+    """Record or compare, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the fingerprints here")
     parser.add_argument("--only", default="", metavar="REGEX", help="runs in whose name it is")

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 MISSING = "nothing"
-SHOWN = 6  # most lines of a group, and fields in its heading
-# Fields with planned sizes.
+SHOWN = 6  # maximum lines of a group, and maximum fields in its heading
+# Names of fields that hold planned sizes.
 SIZES = re.compile(r"\b(memory|sizes)\.|_bytes$|stack\.\d+\.bytes$|log\.\d+\.stats\.")
 
 Record = dict[str, dict[str, Any]]
@@ -79,8 +79,8 @@ def compare(old: Record, new: Record, allowed: Sequence[str] = ()) -> int:
     """Print the differences, with fewer planned bytes in a separate section; return the number of
     runs that differ.
 
-    allowed: patterns of run names, with * and ?, whose differences are shown and do not count. A
-    pattern without effect raises SystemExit, because nobody has checked this name.
+    allowed: patterns of run names, with * and ?; differences of these runs are shown and do not
+    count. A pattern that matches no difference raises SystemExit, because the name may be wrong.
     """
     problems = unproven(old, new)
     found = {run: differences(old[run], new[run]) for run in old.keys() & new.keys()}

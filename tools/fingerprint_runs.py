@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _ROPE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "mistral-window": ("MistralForCausalLM", _ROPE | {"sliding_window": 11}),
-    # Sizes of which all fused products can be had.
+    # Sizes for which all fused products are possible.
     "wide": ("Qwen2ForCausalLM", _ROPE | _WIDE | {"tie_word_embeddings": False}),
     "wide-qwen3": ("Qwen3ForCausalLM", _ROPE | _WIDE),
     "wide-llama": ("LlamaForCausalLM", _ROPE | _WIDE | {"attention_bias": True, "mlp_bias": True}),
@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Sizes of which Hopper takes all fused products, and the model that stands for it on the CPU.
+# Sizes for which Hopper uses all fused products, and the small model that replaces each on the CPU.
 _REAL = {
     "vocab_size": 16384,
     "hidden_size": 896,
@@ -141,8 +141,8 @@ WORDS: dict[str, dict[str, Any]] = {
     "chat": {"train_file": "../chat/train*.bin", "eval_file": "../chat/eval*.bin"},
 }  # fmt: skip
 
-# A model, then words, options with values and options that are switched on; after -> what is other
-# in a second trainer, which goes on from the checkpoint of the first.
+# Each line: a model, then options with values and options that are switched on. Behind -> stand the
+# changed options of a second trainer, which continues from the checkpoint of the first.
 RUNS = """
 qwen2 fp32
 qwen2 bf16
@@ -374,8 +374,8 @@ wide-qwen3 base int8 lora base_dtype=int8 fused=all
 wide bf16 fused=all gpus=2
 """.strip().splitlines()
 
-# Command lines that run in one folder after the other, in a folder of their own: `train` with
-# checkpoints and a log, and what reads them.
+# Command lines of an entry run one after the other in a folder of their own: `train` with
+# checkpoints and a log, then commands that read these.
 _TRAIN = f"""train --model=../models/{{}} --from-scratch --device=cpu --batch-size={B} --seq-len={T}
     --train-file=../data/train*.bin --eval-file=../data/eval*.bin --steps=4 --eval-every-n-steps=2
     --ckpt-interval=2 --learning-rate=1e-2 --log-gpu-util=0 --log-file=log.json

@@ -1,4 +1,5 @@
-"""Calls that tools/bench_ops.py times: one function for each operation, from a case to its calls.
+"""Calls that tools/bench_ops.py times: for each operation a function that makes the calls of a
+case.
 
 Arguments are descriptions, so that a plan can size the device before tensors are made.
 """
@@ -82,8 +83,9 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Spec:
-    """Description of a tensor: normally distributed, or of one value; or a gradient to add to. In
-    an Fp8Out or ProductCodes it stands for their tensors."""
+    """Description of a tensor. value: value of all elements; None: normally distributed elements.
+    gradient: True for a gradient to add to. In an Fp8Out or ProductCodes, Specs stand for the
+    tensors of these."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -93,8 +95,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation. args: by name; Specs, lists of these, arrays, plain values. bytes,
-    flops: what the call must move and compute, where kernels declare something else."""
+    """One call of an operation. args: arguments by name, as Specs, lists of Specs, arrays or plain
+    values. bytes, flops: bytes that the call must move, and FLOPs that it must compute; None: the
+    numbers that the kernels declare."""
 
     name: str
     function: Callable[..., None]
@@ -119,7 +122,7 @@ def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = 
     return Fp8Out(
         Spec((rows, features), E4M3) if codes else None,
         Spec(turned((rows, features)), E4M3) if transposed else None,
-        f32(1, value=0.1),  # no value is saturated, as in most steps
+        f32(1, value=0.1),  # a value at which nothing saturates, as in most steps
         Spec((1,), I32),
     )
 
@@ -236,7 +239,7 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     heads = {"qkv": qkv, "num_heads": Hq, "num_kv_heads": Hkv}
     forward = heads | {"out": out, "lse": lse}
     backward = forward | {"d_qkv": qkv, "d_out": out}
-    square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # length of a document, and of a window
+    square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # length: of a document, and of a window
     seen = square * (2 * T - length) * length // T**2
     window = {"mask": attention.AttentionMask(window=length)}
     starts = {"starts": np.tile(np.arange(T, dtype=np.int32) // length * length, (B, 1))}
@@ -268,7 +271,7 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
 
 
 def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    """Backward of attention; FLOPs exclude the kernel's recomputation."""
+    """Calls of attention's backward; FLOPs exclude the kernel's recomputation."""
     out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     args = {"d_qkv": qkv, "d_out": out, "out": out, "qkv": qkv, "num_heads": Hq}
     args |= {"lse": f32(B, Hq, T, value=float(np.log(T))), "num_kv_heads": Hkv}  # as above
@@ -277,7 +280,8 @@ def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list
 
 
 def paged_calls(S: int, n: int, Hq: int, Hkv: int, Hd: int, size: int, blocks: int) -> list[Call]:
-    """Attention through full block tables; bytes of the cache and of the new tokens."""
+    """Calls of attention through full block tables; bytes count the cache and the new tokens. S:
+    texts. n: new tokens of a text. size: tokens of a block. blocks: blocks of a text."""
     pool, qkv = bf16(S * blocks, size, Hkv, Hd), bf16(S, n, Hq + 2 * Hkv, Hd)
     args = {"qkv": qkv, "k_cache": pool, "v_cache": pool, "num_heads": Hq, "num_kv_heads": Hkv}
     args["table"] = np.arange(S * blocks, dtype=np.int32).reshape(S, blocks)
@@ -295,7 +299,8 @@ def paged_calls(S: int, n: int, Hq: int, Hkv: int, Hd: int, size: int, blocks: i
 def paged_latent_calls(
     S: int, n: int, Hq: int, Hd: int, Vd: int, size: int, blocks: int
 ) -> list[Call]:
-    """Attention to keys whose first channels are values, as of `paged_calls`."""
+    """Calls of paged attention to keys whose first Vd channels are the values. S to blocks: as in
+    `paged_calls`."""
     attend = paged_calls(S, n, Hq, 1, Hd, size, blocks)[1]
     args = attend.args | {"v_cache": None, "out": bf16(S, n, Hq, Vd)}
     read = 2 * S * (size * blocks * Hd + n * Hq * (Hd + Vd))
@@ -304,7 +309,8 @@ def paged_latent_calls(
 
 
 def heads_calls(rows: int, count: int, size: int, step: int) -> list[Call]:
-    """Heads moved from wider ones, and their sums."""
+    """Calls that copy `count` heads of `size` channels out of heads of `step` channels, and that
+    add the heads up."""
     apart, moved = heads.Place(0, count * step, step), 2 * rows * count * size
     args = {"x": bf16(rows, count * step), "rows": rows, "heads": count, "size": size}
     to = {"out": bf16(rows, count * size), "to": heads.Place(0, count * size, size)}
@@ -519,7 +525,7 @@ def nf4_calls(n: int) -> list[Call]:
 
 
 def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
-    """Norms, also with codes if C allows; `out` is only written in `post`."""
+    """Calls of norms, also with codes if C allows them; only `post` writes `out`."""
     x, w = bf16(rows, C), bf16(C)
     mean = f32(rows, value=0.0) if centred else None
     stats = {"mean": mean, "rstd": f32(rows, value=1.0), "weight": w}
@@ -568,7 +574,7 @@ def outliers_calls(rows: int, cols: int, outs: int) -> list[Call]:
 
 
 def pairs_calls(B: int, T: int, count: int) -> list[Call]:
-    """Losses of pairs of documents that fill the rows."""
+    """Calls of losses of pairs of documents, which fill the rows."""
     edges = np.linspace(0, T, 2 * count + 1).astype(np.int32)
     starts, other = np.repeat(edges[:-1], np.diff(edges)), edges[:-1].reshape(-1, 2)[:, ::-1]
     partner = np.repeat(other.reshape(-1) + 1, np.diff(edges))
@@ -591,7 +597,7 @@ def _pair_weights(dev: Device, *, starts: Tensor, partner: Tensor, **tensors: Te
 
 
 def grpo_calls(B: int, T: int, count: int) -> list[Call]:
-    """Losses of documents that fill the rows."""
+    """Calls of losses of documents, which fill the rows."""
     rows = {"targets": np.zeros((B, T), np.int32), "starts": None}
     if count:
         first = np.arange(T) // -(-T // count) * -(-T // count)
@@ -777,7 +783,7 @@ def gated_norm_calls(
 
 
 def sample_calls(rows: int, vocab: int, padded: int) -> list[Call]:
-    """Each filter, on logits whose largest values have little of the probability."""
+    """Calls of each filter, on logits whose largest values have a small part of the probability."""
     args = {"tokens": Spec((rows,), I32), "logprobs": f32(rows), "logits": bf16(rows, padded)}
 
     def call(name: str, temperature: float, top_k: int, top_p: float) -> Call:
@@ -1200,7 +1206,8 @@ OPS: dict[str, Callable[..., list[Call]]] = {
 }
 
 
-# Cases of operations with several kinds of kernels: the file, and their name in this file.
+# Cases of operations with several kinds of kernels: the file of llmq/ref, and the cases' name in
+# this file.
 KINDS = {
     "abs_max": ("fp8_scale", "ABS_MAX_CASES"),
     "adapter_backward": ("adapter", "BACKWARD_CASES"),

@@ -1,5 +1,5 @@
-"""peft's, or plain transformers', side of tools/peft_speed.py: model and step in their own
-process."""
+"""The side of peft, or of plain transformers, in tools/peft_speed.py: model and step in a process
+of their own."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ LEARNING_RATE, BETAS = 1e-4, (0.9, 0.95)
 
 @dataclass(frozen=True, kw_only=True)
 class PeftJob:
-    """The job of peft's process. document: config.json of the model. rank: of adapters; 0: all
-    weights are trained, without peft. modules: names of adapted modules. transposed: True if their
-    weights are (in, out). masked: True if SDPA gets the mask that transformers makes. compiled:
-    "layers", "model" or "none". mode: of torch.compile. clip: gradient norm, 0: none."""
+    """The job of peft's process. document: content of the model's config.json. rank: rank of
+    adapters; 0: all weights are trained, without peft. modules: names of adapted modules.
+    transposed: True if the weights of these modules are (in, out). masked: True if SDPA gets the
+    mask that transformers makes. compiled: "layers", "model" or "none". mode: mode of
+    torch.compile. clip: maximum gradient norm; 0: no clipping."""
 
     document: dict[str, Any]
     modules: list[str]
@@ -150,7 +151,7 @@ class PeftSide:
         return loss.detach()
 
     def measure(self) -> dict[str, Any]:
-        """Return seconds per step of each repeat, and bytes."""
+        """Return the measurements: seconds per step of each repeat, and bytes of memory."""
         cuda, job = self.torch.cuda, self.job
         first_step_seconds = None
         for name in WARM_UP:

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Training adapters beside peft: tokens per second and memory, on one card, from one command.
+"""Compare training of adapters with peft: tokens per second and memory, on one card.
 
     PYTHONPATH=. tools/peft_speed.py [--model Qwen2.5-7B] [--batch-size 4] [--out h100_peft.md]
 
---lora-rank 0 trains all weights instead, beside transformers alone, whose optimizer then keeps its
-states in bf16 (--form says llmq's). Gated delta nets are those of flash-linear-attention, and of
-causal-conv1d, if these are installed, else torch's path in transformers; the page says which:
+--lora-rank 0 trains all weights instead, and compares with transformers without peft, whose
+optimizer then keeps its states in bf16 (--form sets the states of llmq). transformers computes
+gated delta nets by flash-linear-attention and causal-conv1d if these are installed, else by its own
+torch code; the page says which:
 
     PYTHONPATH=. tools/peft_speed.py --model Qwen3.5-4B --lora-rank 0 --batch-size 1 --seq-len 4096
 
 Both sides train adapters of the same matrices of a preset with random weights, on random tokens,
-one micro-batch a step, with clipped gradients and AdamW. They are timed alike: a few steps that
-warm up, on a GPU two seconds of steps, in which its clock settles, then --repeats times --steps
-steps, or on a GPU as many as fill a second, between a synchronisation before and one after. llmq's
-rows come first, then peft's, then llmq's first row once more, so that it shows whether the card has
-become slower meanwhile; --once leaves that out.
+one micro-batch a step, with clipped gradients and AdamW. Both sides are timed in the same way. A
+few steps warm up; a GPU then runs steps for two seconds, until its clock settles. Each of --repeats
+repeats times --steps steps (on a GPU, as many steps as fill a second) between two synchronisations.
+llmq's rows are measured first, then peft's, then llmq's first row again, to show whether the card
+has become slower; --once leaves the last measurement out.
 
 peft's side is what a careful user writes (see PeftSide): transformers' model in bf16, SDPA,
 torch.compile, fused AdamW. By default its adapters are in fp32, as peft makes them beside a model
@@ -24,10 +25,10 @@ layers share, the last norm and the loss, but no delta rule; model compiles all 
 for which torch takes minutes. --mask --no-autocast measures peft as its first user writes it.
 --num-layers measures a part of a model.
 
---form: options of llmq, once for each row; the default is FORMS. --limit: seconds for everything;
-what runs over it is ended. A side that fails is one line, and the other one's rows stay. --out gets
-each row as it is known, and which phase is under way, so that it says what was found if this is cut
-off; progress goes to stderr.
+--form: options of llmq, once for each row; the default is FORMS. --limit: seconds for all
+measurements; a measurement that exceeds it is ended. A side that fails gets one line, and the other
+side's rows stay. --out is written after each row and at each phase, so that an interrupted
+comparison leaves its results there; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ Options = dict[str, Any]
 
 
 def options_of(form: str) -> Options:
-    """Keys and values for a file of llmq bench, from `--base-dtype=e4m3 --no-keep-transposed`."""
+    """Keys and values for a file of `llmq bench`, from text such as `--base-dtype=e4m3
+    --no-keep-transposed`."""
     found: Options = {}
     for word in form.split():
         name, given, value = word.removeprefix("--").partition("=")
@@ -92,15 +94,15 @@ def options_of(form: str) -> Options:
 
 
 def status_of(command: list[str], environment: dict[str, str], limit: float) -> int | None:
-    """Return the exit status; None if the process took more than `limit` seconds. It also ends if
-    we are ended."""
+    """Run a command; return its exit status, or None if the command took more than `limit` seconds.
+    The command's process also ends if this program is ended."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        process.terminate()  # llmq bench then ends its run, which has the card
+        process.terminate()  # llmq bench then ends its run, which uses the card
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
         process.kill()
@@ -108,7 +110,8 @@ def status_of(command: list[str], environment: dict[str, str], limit: float) -> 
 
 
 def llmq_row(shared: Options, form: str, how: list[str], limit: float) -> dict[str, Any]:
-    """Return the row that `llmq bench` measures in at most `limit` seconds. how: its options."""
+    """Return the row that `llmq bench` measures in at most `limit` seconds. how: options of `llmq
+    bench`."""
     failed = {"form": form, "error": f"ended after {limit:.0f} s (--limit)"}
     with tempfile.TemporaryDirectory() as name:
         file, out = Path(name) / "runs.yaml", Path(name) / "report"
@@ -137,7 +140,7 @@ def llmq_row(shared: Options, form: str, how: list[str], limit: float) -> dict[s
 
 
 def speed(row: dict[str, Any], tokens: int) -> float:
-    """Tokens per second."""
+    """Tokens per second of a row. tokens: tokens of a step."""
     return tokens / statistics.median(row["step_seconds"])
 
 
@@ -146,7 +149,8 @@ def gib(size: int | None) -> str:
 
 
 def table(peft: dict[str, Any] | None, rows: list[dict[str, Any]], tokens: int) -> list[str]:
-    """Lines of Markdown. peft: its row, if measured; tokens: of a step."""
+    """The table's lines in Markdown. peft: the row of peft, None if not measured. rows: rows of
+    llmq. tokens: tokens of a step."""
     base = peft if peft is not None and "step_seconds" in peft else None
     names = "| | options | tok/s | ± | tok/s of peft's | allocated, GiB | reserved, GiB "
     lines = [names + "| in use, GiB | of peft's memory | start, s |", "| --- " * 10 + "|"]

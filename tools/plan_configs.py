@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Writes into each file of configs/ what it needs and how fast it is predicted to be, and into
-README.md the table of these.
+"""Write into each file of configs/ its predicted memory and speed, and into README.md the table of
+these predictions.
 
     PYTHONPATH=. tools/plan_configs.py
 
-A file says in its head which card it is for ("# Card: 4090", as for `llmq plan --card`). The block
-of comments between the two lines of dashes is replaced by what `llmq plan` says of that card, with
-the preset in place of the model from Hugging Face. README's table is made of what the files say.
-LlmqError where a file does not fit on its card beside a desktop.
+The first comments of a file name its card ("# Card: 4090", as for `llmq plan --card`). The tool
+replaces the block of comments between the two lines of dashes by the plan of the config on this
+card, with the preset in place of the model from Hugging Face. README's table is made from the
+files' blocks. Raises LlmqError for a config that does not fit on its card beside a desktop.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from llmq.plan.target import MachineOptions, target
 CONFIGS = Path(__file__).parents[1] / "configs"
 README = CONFIGS.parent / "README.md"
 ROWS = re.compile(r"(?<=\n\| card \| Qwen2.5-0.5B \|)(.*\n.*\n)(\|.*\n)+")
-SIZES, MEMORIES = ("0.5b", "1.5b", "7b"), (8, 12, 16, 24)  # sizes and memories of the rows
+SIZES, MEMORIES = ("0.5b", "1.5b", "7b"), (8, 12, 16, 24)  # models and GB of README's table
 BEGIN, END = "# --- written by tools/plan_configs.py", "# ---"
 BLOCK = re.compile(rf"^{re.escape(BEGIN)}\n.*?^{END}\n", re.MULTILINE | re.DOTALL)
 
 
 def predicted(path: Path) -> str:
-    """The block of comments of a file."""
+    """The block of comments with the predictions for the config in a file."""
     text = path.read_text()
     words = re.search(r"^# Card: (.+)$", text, re.MULTILINE)[1]
     name = re.search(r"^model: (?:Qwen/)?(.+?)(?:-Instruct)?$", text, re.MULTILINE)[1]

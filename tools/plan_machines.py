@@ -4,7 +4,7 @@
     PYTHONPATH=. tools/plan_machines.py
 
 Each number is a result of `llmq plan --card h100 --gpus 8 --machines N --network SIZE --shard-over
-…` with the options of a model. The page has these options, and the table, between two comments.
+…` with the options of a model. The page holds these options and the table between two comments.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def options(text: str) -> dict[str, str | bool]:
 
 
 def cells(model: str, machines: int, over: str) -> list[str]:
-    """Memory of a GPU, then speed and exposed communication for each network."""
+    """Cells of a row: memory of a GPU, then speed and exposed communication for each network."""
     config = make_config(options(f"{MODELS[model]} {COMMON}") | {"shard_over": over})
     sizes, found = preset(config.model), []
     for rate in NETWORKS:
@@ -69,7 +69,7 @@ def _short(number: float) -> str:
 
 
 def block() -> str:
-    """The block of the page."""
+    """The block between the page's two comments: the options and the table."""
     where = f"--card {CARD} --gpus {PER_MACHINE} --machines N --network SIZE --shard-over …"
     text = f"{CARD.upper()}, {PER_MACHINE} per machine, fp8: `llmq plan {where}` with"
     lines = [BEGIN, text, ""]
@@ -95,7 +95,7 @@ def _row(cells: list[str]) -> str:
 
 
 def main() -> None:
-    """Replace the block."""
+    """Replace the page's block."""
     PAGE.write_text(BLOCK.sub(lambda _: block(), PAGE.read_text()))
 
 

@@ -7,10 +7,10 @@
 Reads the JSON reports of `llmq bench`; runs on cards that llmq/options/cards.py does not know are
 left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
 has or fewer, are shown, predicted by what was measured there, and again by the data sheet. Two more
-columns are the shares of the kernels' predicted time that are of a kind in the card file, and in
-the same size: the rest follows from their like, or from the data sheet. --several shows runs on
-more than one GPU alone, also on more than the card file has. --since leaves out what an older
-program ran.
+columns are shares of the kernels' predicted time: of kernels whose kind is in the card file, and of
+kernels whose kind and size are. The time of other kernels follows from similar kernels, or from the
+data sheet. --several shows only runs on more than one GPU, also on more GPUs than the card file
+has. --since leaves out runs before a date.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
 
 
 def date_of(report: dict[str, Any], run: dict[str, Any]) -> str:
-    """The UTC date of a run; "" if unknown. A report of one invocation may have a date for all
-    runs."""
+    """The UTC date of a run; "" if unknown. A report of a single `llmq bench` may have one date for
+    all runs."""
     made = report["invocations"][run["invocation"]] if "invocation" in run else report
     return made.get("date", "")
 
 
 def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
-    """Shares of the predicted time of the main stream's kernels: of kinds in the card file, and of
-    these in the same size."""
+    """Shares of the predicted time of the main stream's kernels, 0 to 1: of kernels whose kind is
+    in the card file, and of kernels whose kind and size are."""
     known = {
         name: {tuple(sizes) for sizes, _ in points}
         for name, points in card.measured.launches.items()
@@ -69,8 +69,8 @@ def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
 
 
 def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
-    """One line of the table, and the difference by the first card, in percent. cards: the card by
-    measurements and by data sheet, or only by data sheet."""
+    """One line of the table, and the difference in percent between the first card's prediction and
+    the measurement. cards: the card by measurements and by data sheet, or only by data sheet."""
     options = run["options"]
     flags = " ".join(
         f"--{name}" if value is True else f"--{name}={value}"

@@ -3,16 +3,17 @@
     python tools/rate_sweep.py FILE --data DATA --steps N --out OUT [--share 0.75] [--minutes M]
     [options]
 
-FILE is a sweep file as of `llmq bench`. Runs that differ in their rates only are one way, with the
-name of the rows if they have one, and a trainer makes them one after the other from the same first
-weights on the same data. The first way has N steps, the others `--share` of them, with a schedule
-of their own: so the last lines say whether these reach its best loss in that part of the tokens.
-Options of `llmq train` win over FILE.
+FILE is a sweep file of `llmq bench`. Runs that differ only in their learning rates are one way,
+which has the name of its rows in FILE, if any. A trainer makes the runs one after the other, from
+the same first weights on the same data. A run of the first way has N steps; runs of other ways have
+the fraction `--share` of N, with a schedule of their own. The last lines of the table say whether
+the other ways reach the first way's best loss in this fraction of the tokens. Options of `llmq
+train` take precedence over FILE.
 
-DATA has train*.bin and eval*.bin. OUT.md is the table, OUT.json its numbers, OUT/ the runs' logs,
-and OUT.png the curves of each way's best run, by `llmq plot`. With an OUT.json that is there, runs
-that it has are not made again: a sweep that was cut goes on. Runs are made in the order of FILE,
-and none begins after M minutes.
+DATA has train*.bin and eval*.bin. OUT.md gets the table, OUT.json its numbers, OUT/ the runs' logs,
+and OUT.png the curves of each way's best run, drawn by `llmq plot`. Runs that an existing OUT.json
+has are not made again, so that an interrupted sweep continues. Runs are made in the order of FILE,
+and no run begins after M minutes.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from llmq.commands.common import TrainCommand, train_options
 from llmq.report.plot import run_plot
 
 RATE = "learning-rate"
-WARMUP = 20  # steps of a run over steps of its default warm-up
+WARMUP = 20  # steps of a run for each step of its default warm-up
 Records = list[dict[str, Any]]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
-    """Group runs by way; the name tells the options in which ways differ."""
+    """Group runs by way. A way's name lists the options in which the ways differ."""
     ways: dict[str, list[Row]] = {}
     keys = sorted({key for row in rows for key in row} - {RATE})
     differ = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
@@ -49,7 +50,8 @@ def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def table(ways: dict[str, Records], share: float) -> list[str]:
-    """The losses of all runs, and whether a share of the tokens was enough for the other ways."""
+    """Lines of the table: the losses of all runs, and whether each other way reaches the first
+    way's best loss with `share` of its tokens."""
     head = f"| way | tokens | rate | evaluation loss | training loss, last {LAST} | seconds |"
     lines = [head, f"|{' --- |' * 6}"]
     best = {way: best_of(runs) for way, runs in ways.items()}

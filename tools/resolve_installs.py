@@ -2,13 +2,13 @@
 
 uv reads metadata only, so nothing large is downloaded. This machine's settings of pip and uv (other
 sources of wheels, constraints) are left out, because a user's machine has none of them. A library
-beside llmq must be as new as it is alone: an old PyTorch, which asked for another release of CUDA,
-would be no proof.
+installed beside llmq must resolve to the same version as alone: an old PyTorch, which needs another
+release of CUDA, would prove nothing.
 
     python tools/resolve_installs.py
 
-Exit status 1 where a way does not resolve. Without a network the proof is left out with status 0,
-but not under CI (the environment variable CI is set).
+The exit status is 1 if a way does not resolve. Without a network the tool proves nothing and exits
+with 0, except in CI (the environment variable CI is set), where it exits with 1.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLATFORM = ("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12")
-# The words after `pip install`: requirement files and options of `uv pip compile`, and libraries
-# that stand beside llmq.
+# The words after `pip install`: requirement files and options of `uv pip compile`, then libraries
+# installed beside llmq.
 Way = tuple[tuple[str, ...], tuple[str, ...]]
 WIDEST: dict[str, Way] = {
     ".[test]": (("pyproject.toml", "--extra", "test"), ()),

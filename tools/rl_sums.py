@@ -1,13 +1,13 @@
-"""A small model that learns to add by rewards: fine-tuned until it adds some sums, then GRPO.
+"""Train a small model to add: by cross-entropy until it answers some sums, then by GRPO.
 
     python tools/rl_sums.py [--digits 2] [--minutes 4] [--layers 4] [--width 256] [--device auto]
 
-Prompts are all sums of two numbers of so many digits as bytes, `17+25=`, of which a tenth is held
-out if there are many. The model begins with random numbers, and learns answers by cross-entropy
-until its samples answer a third of the held-out sums. From there on it learns from rewards alone, 1
-for the right answer and 0 for others, until samples answer --goal of them, or the minutes are over.
-A row of the table is an evaluation: right answers among samples at temperature 1, and among the
-likeliest ones.
+The prompts are all sums of two numbers of --digits digits, as bytes such as `17+25=`. If there are
+many sums, a tenth is held out. The model starts from random weights, and learns answers by
+cross-entropy until its samples answer a third of the held-out sums. After that the model learns
+only from rewards, 1 for the right answer and 0 for any other, until its samples answer the fraction
+--goal of the held-out sums, or --minutes are over. A row of the table is an evaluation: the
+fraction of right answers among samples at temperature 1, and among greedy answers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from llmq.run.rollouts import Rollouts, Sample, packed
 from llmq.text.tokenizer import ByteTokenizer
 
 END = ByteTokenizer().eos_id
-LEAST, MOST = 1 / 3, 0.4  # right samples with which fine-tuning ends, and that it must not exceed
+LEAST, MOST = 1 / 3, 0.4  # right samples: fine-tuning ends at LEAST, exports up to MOST
 LENGTH = 32  # tokens of a sequence
-HELD_OUT = 200  # sums of an evaluation, at most
+HELD_OUT = 200  # maximum number of sums of an evaluation
 ROWS = 64  # sequences of a micro-batch, with two sums each
-STEPS = 10  # between two evaluations
+STEPS = 10  # steps between two evaluations
 
 
 class Sum(NamedTuple):
@@ -47,8 +47,8 @@ Sums = tuple[list[Sum], list[Sum]]
 
 
 def sums(digits: int) -> Sums:
-    """All sums, in a fixed random order: those that are learned, and those of an evaluation, which
-    are held out if there are many."""
+    """All sums, in a fixed random order: the learned sums, and the sums of an evaluation, which are
+    held out of the learned sums if there are many."""
     numbers = range(10 ** (digits - 1), 10**digits)
     every = [Sum(f"{a}+{b}=", f"{a + b}") for a in numbers for b in numbers]
     order = np.random.default_rng(0).permutation(len(every))
@@ -59,19 +59,20 @@ def sums(digits: int) -> Sums:
 
 
 def score(texts: list[str], record: dict[str, Any]) -> list[float]:
-    """The reward: 1 for the right answer."""
+    """Rewards of texts: 1 for the right answer, else 0."""
     return [float(text == record["answer"]) for text in texts]
 
 
 class Right(NamedTuple):
-    """The part of a set of sums that samples at temperature 1 answer, and the likeliest tokens."""
+    """Fractions of a set of sums that are answered right: by samples at temperature 1 (sampled),
+    and by greedy decoding (likeliest)."""
 
     sampled: float
     likeliest: float
 
 
 def evaluate(trainer: Trainer, held: list[Sum]) -> Right:
-    """Answer each sum twice."""
+    """Answer each sum twice, by a sample and by greedy decoding, and return the right fractions."""
     found, prompts = [], [each.prompt for each in held]
     for temperature in (1.0, 0.0):
         made = trainer.generate(prompts, temperature=temperature, max_new_tokens=8)
@@ -82,7 +83,7 @@ def evaluate(trainer: Trainer, held: list[Sum]) -> Right:
 
 
 def tuning_batch(learned: list[Sum], step: int) -> Batch:
-    """Answers of random sums as targets."""
+    """A batch of random sums for fine-tuning, whose answers are the targets. step: the seed."""
     chosen = np.random.default_rng([1, step]).integers(0, len(learned), 2 * ROWS)
     texts = [learned[i] for i in chosen]
     answers = [[*each.answer.encode(), END] for each in texts]
@@ -92,8 +93,8 @@ def tuning_batch(learned: list[Sum], step: int) -> Batch:
 
 
 def fine_tune(how: dict[str, Any], every: Sums, folder: Path, seconds: float) -> Right:
-    """Fine-tune from random numbers until LEAST of the samples are right, and export the last model
-    with at most MOST; what that answers."""
+    """Fine-tune from random weights until the fraction LEAST of the samples is right. Export the
+    last model that is right at most at MOST, and return this model's fractions."""
     learned, held = every
     how = how | {"model": "tiny-qwen3", "from_scratch": True, "vocab_size": END + 1}
     with Trainer(**how, grad_accumulation=1, learning_rate=1e-3) as trainer:
@@ -129,7 +130,7 @@ def main(
     samples: Annotated[int, typer.Option(help="Of a prompt.")] = 16,
     updates: Annotated[int, typer.Option(help="Optimizer steps on these samples.")] = 1,
 ) -> None:
-    """Print a table."""
+    """Train the model and print the table of evaluations."""
     heads, every = width // 32, sums(digits)
     common = {"device": device, "gpus": 1, "seq_len": LENGTH, "batch_size": ROWS, "steps": 10**6}
     common |= {"eval_file": "none", "document_mask": True, "weight_decay": 0.0, "ckpt_interval": 0}

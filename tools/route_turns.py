@@ -1,13 +1,13 @@
-"""Gain of a whole step from one fused product: steps with it and without, in turns.
+"""Gain of a whole step from one fused product: steps with and without this product, in turns.
 
     python tools/route_turns.py --without glu --model Qwen2.5-0.5B --batch-size 32 [more options of
         llmq train]
 
-`--without` names routes of llmq/ops/product/routes.py, separated by commas. Each is left out by
-itself; the library's product and separate kernels replace it. All steps run in one process, in the
-same memory, on the same batches. The order of the ways changes from turn to turn, because a card
-becomes slower as it gets warm. Prints tokens per second and mJ a token of each turn, their medians,
-and the speedup of all routes over all but one.
+`--without` names routes of llmq/ops/product/routes.py, separated by commas. A way leaves one route
+out, and the library's product and separate kernels replace this route. All steps run in one
+process, in the same memory, on the same batches. The order of the ways changes from turn to turn,
+because a card becomes slower as it gets warm. Prints tokens per second and mJ a token of each turn,
+their medians, and the speedup of all routes together over each way.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def without_route(name: str | None) -> Iterator[None]:
 
 
 def largest(options: dict[str, Any], ways: dict[str, str | None]) -> str | None:
-    """Return the route without which a step needs the most memory, which then serves all ways; None
-    if all routes together need the most."""
+    """Return the route without which a step needs the most memory, so that this memory serves all
+    ways; None if a step with all routes needs the most."""
 
     def memory(name: str | None) -> int:
         with without_route(name):

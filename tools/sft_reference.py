@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Fine-tuning on conversations beside a plain loop with transformers: the losses of every step.
+"""Compare fine-tuning on conversations with a plain loop of transformers: losses of every step.
 
     PYTHONPATH=. tools/sft_reference.py [--model Qwen2.5-0.5B] [--steps 30] [--device cuda]
 
-Both start from the same random weights, take the same batches of packed conversations, of which
-only the assistant's words are trained, and mask attention at the conversations' ends. The loop has
-weights in fp32, products in bf16 (autocast), torch's AdamW and its own mask of (T, T); here the
-model is in bf16 with fp32 master weights. With --model-dtype fp32 both compute in fp32. Exits with
-1 if a loss differs by more than --limit.
+llmq and the loop start from the same random weights and take the same batches of packed
+conversations, in which only the assistant's words are trained. Both mask attention between
+conversations. The loop has weights in fp32, products in bf16 (autocast), torch's AdamW and its own
+mask of (T, T); llmq has a model in bf16 with fp32 master weights. With --model-dtype fp32 both
+compute in fp32. Exits with 1 if a loss differs by more than --limit.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def visible(starts: torch.Tensor) -> torch.Tensor:
 def reference_losses(
     folder: Path, steps: list[list[Batch]], device: str, dtype: torch.dtype
 ) -> list[float]:
-    """Mean loss of each step before its update. dtype: of products."""
+    """Mean loss of each step before its update. dtype: dtype of products."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)

@@ -1,12 +1,15 @@
-"""Compares losses and gradients with TRL's: of pairs in a second step, so that the reference is
-another model than the one that is trained, and of samples with random probabilities beside them.
+"""Compare losses and gradients with TRL's, for pairs and for sampled texts.
+
+Losses of pairs are compared in a second step, so that the reference model differs from the trained
+model. Sampled texts have random log-probabilities.
 
     pip install trl
     python -m tools.trl_reference [dpo ipo simpo reward grpo dr-grpo dapo gspo cispo]
 
-Prints, for each loss, ours, TRL's, and the largest relative difference of a gradient. All of it is
-in fp32 on the CPU, with a tiny model of bytes. ORPO is not among them: TRL's cross-entropy counts
-the tokens of prompts, too, and its mean is over tokens; nor is KTO, whose shift is by chance.
+Prints for each loss llmq's value, TRL's value, and the largest relative difference of a gradient.
+Both sides compute in fp32 on the CPU, with a tiny model of bytes. ORPO is left out, because TRL's
+cross-entropy counts the tokens of prompts, too, and is a mean over tokens. KTO is left out, because
+its shift depends on chance.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ class DataSet:
         if layout.data_order == "llmq":
             self.plan = FilesInTurn(windows)
             return
-        # With weights hashes are sorted, as in older versions: their checkpoints keep the order.
+        # With weights the order sorts hashes, so that checkpoints of older versions keep their
+        # order.
         sorts = layout.weighs
         numbered = enumerate(groups)
         self._mix([WindowSource(windows, group, i, sorts=sorts) for i, group in numbered])

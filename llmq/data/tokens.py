@@ -84,7 +84,7 @@ def open_token_files(
 ) -> list[TokenFile]:
     """Checked token files that glob patterns name, in sorted order. vocab_size: size of the model's
     vocabulary; no file may have a larger one. DataError for the first file that is missing or
-    damaged, or has a larger vocabulary."""
+    damaged, or has a larger vocabulary or another one than the first file."""
     if isinstance(patterns, str | Path):
         patterns = [patterns]
     paths: set[Path] = set()
