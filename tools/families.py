@@ -2,9 +2,9 @@
 
 For each family transformers makes a tiny random model, and llmq loads the model in F32 on the CPU.
 The tests of tests/arch/test_families.py then compare both: a step's loss (to 1e-5) and gradients
-(to 1e-4), the losses of packed documents with the losses of each document alone, greedy text, and
-the exported model. The 40 families are the ones that commits and notebooks of six trainers name in
-2026.
+(to 1e-4), the loss and gradients of packed documents, which transformers computes one by one,
+greedy text, and the exported model. The 40 families are named in commits and notebooks of six
+trainers in 2026.
 
     python tools/families.py --out benchmarks/cpu/2026-11-30/families.md
 """
