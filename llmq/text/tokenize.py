@@ -77,14 +77,12 @@ def tokenize(
     to the folder `out`, or resume an interrupted call with the same arguments.
 
     tokenizer: see load_tokenizer. field, template: see RecordText. eval_fraction: fraction of the
-    documents, or of a single text, that is for evaluation; 0 for none. shard_tokens: maximum tokens
-    of a file. seed: seed of the choice of documents for evaluation. workers: number of processes;
-    None: by the size of the inputs. format: one of FORMATS. special_tokens: "auto" adds the tokens
-    that AutoTokenizer adds, and the end of a text; "none" adds only the end of a text.
-    chat_template: see load_chat_template. train_on: one of TRAIN_ON. seq_len: the summary counts
-    longer documents. weights: True if messages may have weights. max_record: maximum bytes of a
-    record. record_seconds: maximum seconds for a record, see Bounds. DataError for inputs,
-    ConfigError for arguments.
+    documents, or of a single text, for evaluation; 0 for none. shard_tokens: maximum tokens of a
+    file. workers: number of processes; None: by the size of the inputs. format: one of FORMATS.
+    special_tokens: "auto" adds the tokens that AutoTokenizer adds, and the end of a text; "none"
+    adds the end only. chat_template: see load_chat_template. train_on: one of TRAIN_ON. seq_len:
+    the summary counts longer documents. weights: True if messages may have weights. max_record:
+    maximum bytes. record_seconds: see Bounds. DataError for inputs, ConfigError for arguments.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}
