@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class Recompute(NamedTuple):
-    """Tensors that a layer computes again in backward instead of keeping: --recompute-… options."""
+    """The tensors that a layer computes again in backward instead of keeping (--recompute-…
+    options)."""
 
     swiglu: bool = False
     norm: bool = False
@@ -34,10 +35,11 @@ class Recompute(NamedTuple):
 
 
 def recompute_of_layers(memory: MemoryOptions, config: ModelConfig) -> list[Recompute]:
-    """Recomputation of each layer. memory: normalized.
+    """The Recompute of each layer. memory: normalized options.
 
-    recompute_swiglu None: a gated MLP's activation is computed again, for free, because the kernel
-    of its gradient writes forward's codes. Experts' activation would take one more tensor."""
+    With recompute_swiglu None, backward computes a gated MLP's activation again, for free: the
+    kernel of the activation's gradient writes forward's codes. For experts this would take one more
+    tensor."""
     chosen = layer_set(memory.recompute_layers, config.num_layers)
     options = {name: getattr(memory, f"recompute_{name}") for name in Recompute._fields}
     automatic = options["swiglu"] is None
@@ -48,7 +50,7 @@ def recompute_of_layers(memory: MemoryOptions, config: ModelConfig) -> list[Reco
 
 
 class Stats(NamedTuple):
-    """Statistics of rows that backward reads, F32 (rows,). mean: of LayerNorm; None: RMSNorm."""
+    """A norm's statistics of rows, F32 (rows,) each, for backward. mean: None with RMSNorm."""
 
     rstd: Tensor
     mean: Tensor | None
@@ -56,9 +58,9 @@ class Stats(NamedTuple):
 
 class NormTensors(NamedTuple):
     """The norms in front of a half of one layer, and the residual stream there, see `norms.py`.
-    stream: (rows, C). branch: (rows, C), output of the half before; None if that half adds to the
-    stream itself. stats: of the stream's norm, post_stats: of the branch's norm; None without the
-    norm. out: the half's input."""
+    stream: (rows, C). branch: (rows, C), output of the preceding half; None if that half adds to
+    the stream itself. stats: statistics of the stream's norm; post_stats: statistics of the
+    branch's norm; None without the norm. out: the half's input."""
 
     stream: Tensor
     branch: Tensor | None
@@ -86,25 +88,27 @@ class HalfOut(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Blocks of layers with a window: each text has `length` of its own, in which later tokens take
-    the place of those that no later one sees. texts: that have some. layers: with a window."""
+    """Cache blocks of layers with a window. Each text has a ring of `length` blocks, where new
+    tokens overwrite tokens that no later token sees. texts: number of rings. layers: the layers
+    with a window."""
 
     texts: int
     length: int
     layers: frozenset[int]
 
     def table(self, blocks: int) -> np.ndarray:
-        """The block numbers of each text, I32 (texts, blocks)."""
+        """The block number for each text and for each block of its tokens, I32 (texts, blocks)."""
         first = np.arange(self.texts, dtype=np.int32)[:, None] * self.length
         return first + np.arange(blocks, dtype=np.int32) % self.length
 
 
 class Cache:
-    """Keys, values and states of all texts that are generated. blocks: by layer and half, tensors
-    (blocks, BLOCK, ...) by the names of HalfSpec.cached: a block has BLOCK tokens of one text. As
-    E4M3 codes they have a factor for each token and head, BF16: `scales` (blocks, BLOCK, heads, 2).
-    states: by layer and half, F32 (states, ...) by the names of HalfSpec.carried: a row is of one
-    text. arrived: I32, of `ops.attention.paged`, zeros at the start of a pass."""
+    """Keys, values and states of all texts that a Generator continues. blocks: by layer and half,
+    tensors (blocks, BLOCK, ...) by the names of HalfSpec.cached; a block holds BLOCK tokens of one
+    text. E4M3 keys and values have BF16 factors for each token and head: `scales` (blocks, BLOCK,
+    heads, 2). states: by layer and half, F32 tensors (states, ...) by the names of
+    HalfSpec.carried; each text has one row. arrived: I32 counters of `ops.attention.paged`, zero at
+    the start of a pass."""
 
     def __init__(
         self,
@@ -115,7 +119,8 @@ class Cache:
         states: int,
         rings: Rings | None = None,
     ):
-        """dtype: of keys and values. blocks: of layers without rings."""
+        """dtype: the format of keys and values. blocks: number of blocks in a layer without rings.
+        states: number of rows of states."""
         self.rings = rings
         heads = max(config.heads_of(layer).query for layer in range(config.num_layers))
         count = (paged.arrivals(states, heads),)
@@ -143,8 +148,8 @@ class Cache:
 
 
 class Rotary(NamedTuple):
-    """RoPE in a layer. table: F32 (positions, Hd/2, 2). channels: rotated channels of a head.
-    lengths: F32 (positions,), factors of queries; None: 1."""
+    """RoPE in a layer. table: F32 (positions, Hd/2, 2). channels: number of rotated channels of a
+    head. lengths: F32 (positions,), the factor of queries at each position; None: all are 1."""
 
     table: Tensor
     channels: int
@@ -153,9 +158,10 @@ class Rotary(NamedTuple):
 
 class CacheOfPass(NamedTuple):
     """The cache of a pass over B texts. table: I32 (B, most blocks of a text), block numbers of
-    each text. lengths: I32 (B,), tokens in the blocks before the pass. new: I32 (B,), tokens of
-    each text among the pass's T. states: [start, stop) of the texts' rows in states. rope_tables:
-    as in ModelContext. window_table: the `table` of layers with rings; None without any."""
+    each text. lengths: I32 (B,), number of tokens in each text's blocks before the pass. new: I32
+    (B,), number of each text's tokens in the pass, at most T. states: the texts have the rows
+    [start, stop) of Cache.states. rope_tables: as in ModelContext. window_table: the `table` of
+    layers with rings; None without any."""
 
     cache: Cache
     table: Tensor
@@ -166,8 +172,8 @@ class CacheOfPass(NamedTuple):
     window_table: Tensor | None = None
 
     def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
-        """Tensors of a half by the names of HalfSpec.cached, with table, lengths and new, and by
-        the names of HalfSpec.carried, one row for each text."""
+        """A half's tensors by name: blocks (HalfSpec.cached) with table, lengths, new and arrived,
+        and states (HalfSpec.carried) with one row for each text."""
         states = self.cache.states[layer, spec.name].items()
         tensors = {name: tensor.rows(*self.states) for name, tensor in states}
         source, rings = layer if spec.reads is None else spec.reads, self.cache.rings
@@ -183,8 +189,8 @@ class CacheOfPass(NamedTuple):
 class HalfLayer:
     """A half in one layer. norm: the norms in front of the half. out: where the half's output goes.
     saved: tensors that `Half.keep` has allocated. cache: tensors of the generator's texts; None:
-    passes see whole sequences. made_again: True if `recompute` of an MLP or of experts writes out,
-    too."""
+    passes see whole sequences. made_again: True if `recompute` of an MLP or of experts also writes
+    `out`."""
 
     norm: NormTensors
     out: HalfOut
@@ -202,7 +208,7 @@ class HalfLayer:
         needed: set[str],
         cache: Mapping[str, Tensor] | None,
     ):
-        """stream: (rows, C). needed: needed_inputs() of the layer."""
+        """stream: (rows, C), the residual stream. needed: the layer's needed_inputs()."""
         self.spec, self.index, self.recompute, self.cache = spec, index, recompute, cache
         self._dev, self._operands, self._needed = dev, operands, needed
         self.rows, self._dtype = stream.shape[0], stream.dtype
@@ -212,7 +218,7 @@ class HalfLayer:
         return any(m.input == name and m.key in self._needed for m in self.spec.matrices)
 
     def alloc(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
-        """A tensor of this layer. dtype: None: the stream's."""
+        """Allocate a tensor of this layer. dtype None: the stream's format."""
         dtype = dtype or self._dtype
         return self._dev.alloc(f"{name}.{self.index}", shape, dtype, "Activations")
 
@@ -226,8 +232,8 @@ class HalfLayer:
         dtype: DType | None = None,
         per_row: int = 1,
     ) -> Activation:
-        """An activation (per_row * rows, features), with memory if kept. may_be_codes: True if only
-        weights' gradients read the activation in backward."""
+        """Return an activation (per_row * rows, features), with memory if `kept`. may_be_codes:
+        True if only weights' gradients read the activation in backward."""
         shape, tensor, codes = (self.rows * per_row, features), None, None
         dtype = dtype or self._dtype
         coded = self._operands.kept_codes(self.id_of(name)) if may_be_codes else None
@@ -250,7 +256,7 @@ class HalfLayer:
 class LayerContext(NamedTuple):
     """A pass over one half of a layer. temps: lifetime of the pass's scratch. layer: the half's
     tensors in this layer. w: weights of the block. g: gradients of the block; None in forward.
-    before: (rows, C), residual stream in front of the half before; None unless backward computes
+    before: (rows, C), residual stream in front of the preceding half; None unless backward computes
     the stream again. d_stream: (rows, C), gradient of the stream in front of the half, to which
     norms inside the half add; None in forward. keep: True if backward follows."""
 
@@ -264,5 +270,5 @@ class LayerContext(NamedTuple):
 
 
 def scratch_like(dev: Device, temps: ExitStack, name: str, tensor: Tensor) -> Tensor:
-    """Scratch of a tensor's shape and format, until the end of `temps`."""
+    """Scratch with the tensor's shape and format, until the end of `temps`."""
     return temps.enter_context(dev.scratch(name, tensor.shape, tensor.dtype))

@@ -1,7 +1,7 @@
 """Low-rank products of adapters: of any matrix, of the embedding, and of the LM head.
 
-The LM head's adapters compute what a block's matrix does (`BlockLinear`). The embedding's read only
-the rows of B that tokens choose from W + s * B A:
+The LM head's adapters are computed as a block's (`BlockLinear`). The embedding's adapters read only
+the tokens' rows of W + s * B A:
 
     h = (s * B)[tokens]            y = W[tokens] + h @ A
     d_h = d_y @ A^T                d_A = h^T @ d_y,   d_B[id] = s * sum of d_h where token == id
@@ -29,17 +29,17 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
-HEAD_SALT = 1 << 20  # of dropout; salts of blocks' matrices count from 0
+HEAD_SALT = 1 << 20  # salt of the LM head's dropout; the blocks' matrices have 0, 1, ...
 
 
 def width_of(matrix: Adapted) -> int:
-    """Columns of h."""
+    """Number of columns of h."""
     return padded_columns(len(matrix.parts), matrix.rank)
 
 
 def blocks_of(matrix: Adapted, b: Tensor) -> AdapterBlocks | None:
-    """Layout of all adapters' B (n, rank) in one matrix (out_features, R), with scaling; None if b
-    is that matrix: one unscaled adapter of all rows."""
+    """Layout of all adapters' B (n, rank), scaled, in one matrix (out_features, R). None if b is
+    already this matrix: one adapter of all rows without scaling."""
     rows, columns = matrix.shape[0], width_of(matrix)
     if matrix.scales == (1,) and (rows, columns) == b.shape:
         return None
@@ -47,7 +47,7 @@ def blocks_of(matrix: Adapted, b: Tensor) -> AdapterBlocks | None:
 
 
 def expanded(dev: Device, temps: ExitStack, matrix: Adapted, b: Tensor) -> Tensor:
-    """All adapters' B in one matrix (out_features, R), with scaling; scratch of `temps`."""
+    """All adapters' B, scaled, in one matrix (out_features, R): scratch of `temps`, or b itself."""
     blocks = blocks_of(matrix, b)
     if blocks is None:
         return b
@@ -66,7 +66,8 @@ def output_gradients(
     hidden: Tensor,
     b: Tensor,
 ) -> None:
-    """d_hidden, and d_b unless None, from d_out. One kernel computes both where it can."""
+    """Compute d_hidden, and d_b unless None, from d_out. One kernel computes both if it takes the
+    shapes."""
     spans, scales = matrix.spans, matrix.scales
     fused = adapter.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
     if fused and d_b is not None and len({*scales}) == 1:
@@ -82,14 +83,14 @@ def output_gradients(
 
 
 def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor) -> None:
-    """d_b = or += gradient of B, from the gradient of the expanded matrix."""
+    """Set or add to d_b the gradient of B. whole: the gradient of the expanded matrix."""
     with dev.scratch("d_b", d_b.tensor.shape, d_b.tensor.dtype) as part:
         adapter.collect(dev, part, whole, matrix.spans, matrix.scales)
         reduce.sum_parts(dev, d_b, [part])
 
 
 class Dropout:
-    """Dropout of adapters' inputs; a salt distinguishes matrices. on: True while launches of a
+    """Dropout of adapters' inputs. Each matrix has a salt of its own. on: True while launches of a
     training step are enqueued."""
 
     def __init__(self, dev: Device, options: StepOptions, scalars: Tensor | None):
@@ -103,7 +104,7 @@ class Dropout:
         return DropoutMask(self.probability, salt, self._sequences, self._scalars)
 
     def of(self, temps: ExitStack, x: Tensor, salt: int) -> Tensor:
-        """Input of adapters: in a training step dropout(x), scratch of `temps`; else x."""
+        """The input of adapters: dropout(x), scratch of `temps`, in a training step; else x."""
         if not (self.on and self.probability):
             return x
         dropped = temps.enter_context(self._dev.scratch("dropped", x.shape, x.dtype))
@@ -115,7 +116,8 @@ class Dropout:
 
 
 class EmbeddingAdapters:
-    """Adapters of the embedding. out, d_out: (B, T, C), first residual and its gradient."""
+    """Adapters of the embedding. out, d_out: (B, T, C), the residual stream in front of the first
+    block, and the stream's gradient."""
 
     def __init__(self, dev: Device, config: ModelConfig, matrix: Adapted):
         self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
@@ -153,7 +155,7 @@ class EmbeddingAdapters:
 @dataclass(frozen=True, slots=True)
 class OfPass:
     """Tensors of the LM head's adapters in one pass over all rows. hidden, d_hidden: (rows, R).
-    tail: (Vp, R), expanded B. b: (V, rank). d_b: gradient of b, None in forward."""
+    tail: (Vp, R), expanded B. b: (V, rank), B as stored. d_b: gradient of b; None in forward."""
 
     dev: Device
     matrix: Adapted
@@ -164,11 +166,12 @@ class OfPass:
     d_b: Accumulator | None
 
     def beside(self, start: int, stop: int) -> Adapters:
-        """The adapters' term of these rows' logits."""
+        """The adapters' term in the logits of rows [start, stop)."""
         return Adapters(self.hidden.rows(start, stop), self.tail)
 
     def of_logits(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Gradients of h and B from the gradient of these rows' logits; chunks come in order."""
+        """Compute the gradients of h and B from `gradient`, (stop - start, Vp), of the logits of
+        rows [start, stop). Chunks come in order."""
         d_b = self.d_b if start == 0 else self.d_b._replace(accumulate=True)
         hidden, d_hidden = self.hidden.rows(start, stop), self.d_hidden.rows(start, stop)
         output_gradients(self.dev, self.matrix, d_hidden, d_b, gradient, hidden, self.b)
@@ -184,8 +187,8 @@ class HeadAdapters:
     def begin(
         self, temps: ExitStack, x: Tensor, w: PartWeights, g: PartGrads | None = None
     ) -> OfPass:
-        """Start a pass over the rows of x (rows, C), with h as scratch of `temps`; with gradients
-        `finish` ends the pass."""
+        """Start a pass over the rows of x (rows, C). h is scratch of `temps`. If g is given,
+        `finish` must end the pass."""
         dev, shape = self._dev, (x.shape[0], width_of(self._matrix))
         a, b = w.adapters("lm_head")
         _, d_b = (None, None) if g is None else g.adapters("lm_head")
@@ -200,7 +203,8 @@ class HeadAdapters:
         return OfPass(dev, self._matrix, hidden, d_hidden, tail, b, d_b)
 
     def finish(self, low: OfPass, x: Tensor, w: PartWeights, g: PartGrads, d_x: Tensor) -> None:
-        """Gradient of A, and d_x (rows, C) += the adapters' part."""
+        """Compute the gradient of A, and add the adapters' part to d_x (rows, C), the gradient of
+        x."""
         dev, (a, _), (d_a, _) = self._dev, w.adapters("lm_head"), g.adapters("lm_head")
         with ExitStack() as temps:
             dropped = self._dropout.of(temps, x, HEAD_SALT)
@@ -213,6 +217,6 @@ class HeadAdapters:
 
 
 def table_adapters(config: ModelConfig, options: ModelOptions, block: str) -> Adapted | None:
-    """Adapters of the embedding, "embed", or of the LM head, "head"; None without adapters."""
+    """The adapters of `block`: "embed" (embedding) or "head" (LM head); None without adapters."""
     adapters = adapters_of(options)
     return None if adapters is None else adapted_tables(config, adapters).get(block)

@@ -1,7 +1,7 @@
 """Load-balancing and z-loss of experts' routers, from sums over a micro-batch.
 
     forward    each router adds to the sums of its layer
-    between    sums of all layers become both losses, and the factors of their gradients
+    between    the sums become both losses, and the factors of the losses' gradients
     backward   each router adds the losses' gradients to the gradient of its logits
 
 `totals` adds up the sums of all micro-steps of this rank since the run began.
@@ -22,8 +22,9 @@ ROUTER_SHOWN = ("router_busiest",)
 
 
 class Balance:
-    """Router sums of a model with experts in training. factors: F32 (E+1,), for backward; None
-    without either loss. totals: I64 (layers with experts, 2E+4), like the sums of `route`."""
+    """Router sums of a model with experts in training. factors: F32 (E+1,), for backward; None if
+    both losses have the coefficient 0. totals: I64 (layers with experts, 2E+4), laid out like the
+    sums of `route`."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions, targets: Tensor):
         """options: normalized. targets: I32 (B, T), the targets of each micro-batch, FILLER_TARGET
@@ -49,8 +50,8 @@ class Balance:
         return self._sums.rows(index, index + 1).view(self._sums.shape[1])
 
     def finish(self, stats: Tensor, weights: Tensor | None) -> None:
-        """Compute losses and factors after the forward pass of a micro-batch. stats: F64, one for
-        each of ROUTER_STATS. weights: F32 (B, T), see `Loss.divisor`."""
+        """Compute losses and factors after the forward pass of a micro-batch. stats: F64 (4,), sums
+        of ROUTER_STATS. weights: F32 (B, T), see `Loss.divisor`."""
         by = None if weights is None else weights.view(weights.size)
         args = (self._factors, stats, self.totals, self._sums, self.targets, by)
         route.balance(self.dev, *args, **self._coefficients)

@@ -6,8 +6,8 @@
                                              residual_att -+
 
 A half (in brackets) turns its input x into a branch of the residual stream; `halves/` has the kinds
-of halves that architectures choose. `norms.py` says where norms stand (mostly as above), and where
-branches are added: by the last product of a half, or else by the next norm. In the second case a
+of halves that architectures choose. `norms.py` says where norms stand (mostly as above). The last
+product of a half adds the branch to the stream, or else the next norm does. In the second case a
 block's output is two tensors, the stream in front of the last half and the branch. Activations are
 (rows, features), rows = B*T.
 
@@ -43,8 +43,8 @@ from llmq.options.adapters import needed_inputs
 class LayerStreams(NamedTuple):
     """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py. before,
     after: the residual stream in front of the layer and behind it. between: the stream in front of
-    each half but the first; None: the layer allocates a tensor of its own. branches: the output of
-    each half, in memory that all layers share; None if the half adds to the stream itself.
+    each half but the first; for None, the layer allocates a tensor. branches: the output of each
+    half, in memory that all layers share; None if the half adds to the stream itself.
     branch_before: the last half's output in the preceding layer; None if that half adds to the
     stream itself."""
 
@@ -69,8 +69,8 @@ class Layer:
         halves: Sequence[Half],
         cache: CacheOfPass | None,
     ):
-        """halves: the objects that compute this layer. cache: keys and values of generation, as in
-        Model."""
+        """halves: the objects that compute this layer. cache: keys and values of generated texts,
+        as in Model."""
         dev, config = shared.dev, shared.config
         self.index, self.recompute = index, recompute
         rows, C = stream.before.shape
@@ -91,8 +91,8 @@ class Layer:
         for half, implementation, here, branch, after in zip(
             self.halves, halves, self.streams, stream.branches, following, strict=True
         ):
-            # Backward of a norm behind a half needs the half's output; only the first half's is
-            # computed again. Without a norm in front of a half, its input is the stream.
+            # Backward of a norm behind a half needs the half's output; backward computes only the
+            # first half's output again. Without a norm in front of a half, its input is the stream.
             if post and (half is not first or not recompute.block):
                 branch = half.alloc(f"{half.spec.name}_branch", rows, C)
             half.out = HalfOut(after, addend=here) if branch is None else HalfOut(branch)
@@ -113,8 +113,8 @@ class Layer:
 class WantedGradients(NamedTuple):
     """Gradients of a half that backward must compute, because a trained parameter lies in front of
     them. input: the gradient of the half's input. inside: the gradient of the input of the half's
-    last product. output: the gradient of the half's output. A gradient needs all gradients behind
-    it in the block."""
+    last product. output: the gradient of the half's output. Each gradient needs the gradients of
+    all later tensors of the block."""
 
     input: bool
     inside: bool
@@ -139,17 +139,17 @@ class WantedGradients(NamedTuple):
 
 
 class Blocks:
-    """All blocks of a model: they share code, and the buffers between blocks."""
+    """All blocks of a model, which share code and the buffers between blocks."""
 
     def __init__(
         self, shared: ModelContext, residuals: Residuals, cache: CacheOfPass | None, *, trains: bool
     ):
-        """Allocate every activation of a micro-step. cache: keys and values of generation, as in
-        Model. trains: True if backward passes follow."""
+        """Allocate every activation of a micro-step. cache: keys and values of generated texts, as
+        in Model. trains: True if backward passes follow."""
         dev, config, options, operands, self.linear, self.norms, *_ = shared
         shape, dtype = operands.shape, operands.dtype
         specs = [config.halves(layer) for layer in range(config.num_layers)]
-        # These halves add to the stream themselves.
+        # True for each half whose last product adds to the stream.
         adds = [
             not config.arch.post_norm
             and all(self._adds(residuals, layer, spec) for layer, spec in enumerate(of_position))
@@ -189,8 +189,9 @@ class Blocks:
         return spec.output is not None and self.linear.accepts_addend(layer, spec.output, out)
 
     def forward(self, index: int, w: PartWeights, *, keep: bool) -> None:
-        """Compute the stream behind the block, or, where the next norm adds it, the stream in front
-        of the last half and that half's branch. keep: backward follows, and reads the input."""
+        """Compute the stream behind the block. If the next norm adds the last half's branch: the
+        branch, and the stream in front of that half. keep: True if backward follows and reads the
+        block's input."""
         layer, last = self.layers[index], len(self.streams) - 1
         before = self.layers[index - 1].streams[-1] if index > 0 else None
         for i, (half, of_half) in enumerate(zip(self.halves[index], layer.halves, strict=True)):
@@ -232,7 +233,7 @@ class Blocks:
                 before = layer.streams[i - 1] if again and i > 0 else None
                 temps = outer.enter_context(ExitStack())
                 contexts.append(LayerContext(temps, of_half, w, g, before, d_residual))
-                if again:  # the half in front writes the stream between
+                if again:  # the preceding half writes the stream between
                     made.append(half.recompute(contexts[i]))
             for i in reversed(range(len(specs))):
                 half, of_half, ctx = self.halves[index][i], layer.halves[i], contexts[i]

@@ -6,9 +6,9 @@
 
 `ops/product/product.py` decides whether both terms, and an epilogue, are one kernel.
 
-A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
-joined as in `ops/product/adapter.py`, which also explains magnitudes (DoRA); these compute y again
-in backward. h is small and kept. W is frozen and has no gradient.
+A is (R, in_features) and B (out_features, R), scaling included. They join the adapters of all rows
+of a matrix as in `ops/product/adapter.py`, which also explains magnitudes (DoRA). With magnitudes,
+backward computes y again. h is small and kept. W is frozen and has no gradient.
 """
 
 from contextlib import ExitStack
@@ -41,9 +41,10 @@ from llmq.runtime.device import Device
 
 
 class _Parts(NamedTuple):
-    """The parts of one matrix of one block. times_alpha: the matrix with scalings times the alpha
-    of its product. salt: of its dropout. hidden: h (rows, R). norms: F32 (out_features,), of rows
-    that have magnitudes; None without those."""
+    """What the adapters of one matrix in one layer need. times_alpha: `matrix` with scales
+    multiplied by the alpha of its product. salt: distinguishes the matrix in dropout. hidden: h
+    (rows, R). norms: F32 (out_features,), the norms of the rows of W + B A (DoRA); None without
+    magnitudes."""
 
     matrix: Adapted
     times_alpha: Adapted
@@ -53,7 +54,8 @@ class _Parts(NamedTuple):
 
 
 class BlockLinear:
-    """All products of all blocks. A matrix is named by its layer (`ctx.layer`) and key there."""
+    """All products of all blocks. A matrix is named by its layer (`ctx.layer`) and its key in the
+    layer."""
 
     def __init__(
         self,
@@ -63,11 +65,13 @@ class BlockLinear:
         operands: Operands,
         scalars: Tensor | None,
     ):
-        """operands: of the products. scalars: StepScalars, which a model with adapters needs."""
+        """operands: the number format of the products. scalars: StepScalars, which adapters
+        need."""
         self.dev, self.config, self.operands = dev, config, operands
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
-        # The weights of experts have this factor, so that their shared expert alone is left.
+        # Routed experts have this factor in their weights; only the shared expert's product needs
+        # it.
         self._alphas = {
             (layer, half.output or "shared_down"): config.residual_multiplier * half.factor
             for layer in range(config.num_layers)
@@ -95,7 +99,7 @@ class BlockLinear:
             times_alpha = matrix.times(self._alpha(layer, name))
             self._parts[layer, name] = _Parts(matrix, times_alpha, len(self._parts), hidden, norms)
             widest = max(widest, width)
-        # One matrix at a time: its gradients follow its input's.
+        # All matrices share the memory: a matrix's gradients directly follow its input's gradient.
         self._d_hidden = dev.alloc(
             "d_hidden", (self._rows * widest,), operands.dtype, "Activations"
         )
@@ -122,11 +126,10 @@ class BlockLinear:
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T + bias, and the
-        adapters', times alpha too. alpha: the residual multiplier, of a half's last matrix; else 1.
-        addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
-        no product writes codes. Rows may be others than a micro-step's where no gradient
-        follows."""
+        """out (rows, out_features) = alpha * (x (rows, in_features) @ weight^T + adapters) + bias +
+        addend. alpha: the residual multiplier for a half's last matrix; else 1. addend: shape of
+        out, in other memory; None unless `accepts_addend`. With adapters no product writes codes.
+        Without backward, the number of rows may differ from a micro-step's."""
         w, bias, parts, adapters = ctx.w, ctx.w.bias(key), self._of(ctx, key), None
         with ExitStack() as outer:
             if parts is not None:
@@ -163,7 +166,7 @@ class BlockLinear:
         adapter.norms(self.dev, parts.norms, w[key], a, b, matrix.spans, matrix.scales)
 
     def begin_magnitudes(self, layer: int, w: PartWeights) -> None:
-        """Magnitudes of a layer's rows become the rows' norms."""
+        """Set the magnitudes of a layer's rows to the rows' norms."""
         for (of_layer, key), parts in self._parts.items():
             if of_layer == layer:
                 self._measure(parts, key, w)
@@ -178,8 +181,8 @@ class BlockLinear:
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """d_x (rows, in_features), from d_out (rows, out_features), times forward's alpha; and the
-        gradient of B. d_x: None if not wanted."""
+        """Compute d_x (rows, in_features), times forward's alpha, and the adapters' gradient of B,
+        from d_out (rows, out_features). d_x: None if not wanted."""
         w, parts, adapters = ctx.w, self._of(ctx, key), None
         with ExitStack() as temps:
             if parts is not None:
@@ -206,9 +209,9 @@ class BlockLinear:
     def weight_gradients(
         self, ctx: LayerContext, key: str, d_out: Operand, x: Operand | None, *, bias: bool = True
     ) -> None:
-        """Compute the gradients of the weight, of the bias unless that is done already, and of the
-        adapters' A and magnitudes, as far as they are wanted. Follows input_gradient. x: None where
-        it is not needed."""
+        """Compute the wanted gradients of the weight, the bias, and the adapters' A and magnitudes;
+        call after input_gradient. x: None unless `needs_input`. bias: False if the bias's gradient
+        is computed elsewhere."""
         dev, g, parts = self.dev, ctx.g, self._of(ctx, key)
         if key in g:
             alpha = self._alpha(ctx.layer.index, key)
@@ -229,8 +232,8 @@ class BlockLinear:
             self._magnitude_gradient(ctx, key, d_out, x)
 
     def _magnitude_gradient(self, ctx: LayerContext, key: str, d_out: Tensor, x: Operand) -> None:
-        """Gradient of DoRA's magnitudes. Computes the sum of both products again, because forward
-        scaled, rotated or added it to the stream."""
+        """Compute the gradient of DoRA's magnitudes. The sum of both products is computed again,
+        because forward scaled or rotated the sum or added it to the stream."""
         dev, w, parts = self.dev, ctx.w, self._of(ctx, key)
         with ExitStack() as temps:
             x, weight = self._pair(temps, FORWARD, ctx, key, x, w[key])

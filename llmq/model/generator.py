@@ -5,14 +5,13 @@ of a model alone.
     last token -> next token, for each text            decode: all texts, one token each
 
 Texts enter and leave the batch between two passes. A `Cache` holds keys and values in blocks of
-BLOCK tokens, and a row of states for each text (`HalfSpec.cached`, `HalfSpec.carried`). Samples of
-one prompt share the full blocks of the prompt. A text takes a block when its next token needs one.
-Without a free block the newest text is preempted: it gives its blocks back, waits, and is prefilled
-again later.
+BLOCK tokens, and a row of states for each text (`HalfSpec.cached`, `HalfSpec.carried`). Texts with
+the same prompt share the prompt's full blocks. A text takes a block when its next token needs one.
+Without a free block the newest text gives its blocks back, waits, and is prefilled again later.
 
-Where no text enters and no block is missing, the next pass is enqueued before the host reads what
-the last one has chosen: tokens go from pass to pass on the device. A text that ends with one of its
-`stop` ids has one token more computed then, which is dropped. No bit depends on that.
+If no text enters and no block is missing, the host enqueues the next pass before it reads the last
+pass's tokens: tokens go from pass to pass on the device. For a text that ends with one of its
+`stop` ids, the device then computes one more token, which is dropped. Results are the same bits.
 """
 
 from __future__ import annotations
@@ -45,15 +44,16 @@ from llmq.runtime.arena import ALIGN, align_up
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
-PIECE = 1024  # tokens of prompts in one pass, at most
-SHORTEST_PIECE = 256  # with rings, unless `piece` is shorter
-STEP = 64  # keys that kernels of attention read at a time, at most
-PROMPTS = 4  # with rings, that are computed together
-CODED_ROWS = 4  # tokens in one pass, at least, where products multiply codes
+PIECE = 1024  # most tokens of prompts in one pass
+SHORTEST_PIECE = 256  # least tokens of a pass over prompts with rings, unless `piece` is smaller
+STEP = 64  # most keys that an attention kernel reads at a time
+PROMPTS = 4  # most prompts that are computed together with rings
+CODED_ROWS = 4  # least tokens in one pass if products multiply codes
 
 
 class _Flight(NamedTuple):
-    """A pass whose choice the host has not read. slots: of its texts then. turn: see Chosen."""
+    """A pass whose chosen tokens the host has not read. slots: the slots of `texts` in this pass.
+    turn: see Chosen."""
 
     texts: list[Text]
     slots: list[int]
@@ -62,7 +62,8 @@ class _Flight(NamedTuple):
 
 class Generator:
     """Continues at most `slots` texts at a time, of at most `positions` tokens each, prompts
-    included. Blocks: of keys and values, BLOCK tokens each. All memory is taken here."""
+    included. A block holds keys and values of BLOCK tokens. The constructor allocates all
+    memory."""
 
     def __init__(
         self,
@@ -79,10 +80,11 @@ class Generator:
         options: StepOptions | None = None,
         scalars: Tensor | None = None,
     ):
-        """weights: of a `Step`, whose options and StepScalars are given too, or as
-        placement.resident has them. blocks: at least blocks_of(positions) + 1. piece: tokens of
-        prompts in one pass, at most. kv_dtype: of keys and values, E4M3 or as the model's. rings:
-        layers with a window keep what later tokens see alone, where that takes less memory."""
+        """weights: a `Step`'s weights, with the step's options and scalars (StepScalars); or
+        weights placed by placement.resident. blocks: number of blocks, at least
+        blocks_of(positions) + 1. piece: most tokens of prompts in one pass. kv_dtype: format of
+        keys and values, E4M3 or the model's. rings: True if layers with a window keep only tokens
+        that later tokens see, where this takes less memory."""
         self.dev, self.config, self.weights = dev, config, weights
         constants, shards = len(dev.constants), dev.mesh.size("shard")
         self.positions, self.num_blocks = positions, blocks
@@ -96,8 +98,8 @@ class Generator:
         self._carries = any(
             spec.carried for layer in range(config.num_layers) for spec in config.halves(layer)
         )
-        # A state would go on behind a prompt's last token, so that its passes have exactly its
-        # tokens, and where that makes too few rows, texts that are idle.
+        # Filler tokens would change a prompt's state. So its passes have exactly its tokens, and
+        # idle texts beside it if the rows are too few.
         beside = rows if self._carries else 1
         self._rings, piece = self._rings_of(piece) if rings else (None, piece)
         self._cache = Cache(dev, config, kv_dtype or dtype, blocks, slots + beside, self._rings)
@@ -120,14 +122,15 @@ class Generator:
         self._prompts: dict[tuple[int, ...], Prompt] = {}
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
-        self._count = 0  # of requests
+        self._count = 0  # number of requests so far
         self._flight: _Flight | None = None
         # Several ranks agree on each pass, and the CPU computes a pass at once.
         self.goes_ahead = self._busy is None and dev.spec.capability > 0
 
     def _rings_of(self, piece: int) -> tuple[Rings | None, int]:
-        """Rings of layers with a window, if they take less than blocks, and tokens of prompts in
-        one pass then. A pass reads from a multiple of STEP before the window on."""
+        """Rings of layers with a window (None unless they take less memory than blocks), and the
+        most tokens of prompts in one pass. The first key that a pass reads is a multiple of
+        STEP."""
         windows = {n: self.config.window_of(n) for n in range(self.config.num_layers)}
         seen = max((window for window in windows.values() if window), default=self.positions)
         shorter = min(piece, max(SHORTEST_PIECE, seen // 2))
@@ -139,7 +142,7 @@ class Generator:
         return Rings(texts, length, layers), shorter
 
     def _inputs_of_texts(self) -> PassInputs:
-        """The inputs of passes over one token of each text."""
+        """The inputs of the passes that compute one token of each text."""
         room, how = self.blocks_of(self.positions), {"ahead": True, "rings": bool(self._rings)}
         inputs = PassInputs(self.dev, self.slots, 1, room, REQUEST_FIELDS, **how)
         if self._rings is not None:
@@ -148,8 +151,8 @@ class Generator:
         return inputs
 
     def _prompt_passes(self, longest: int, piece: int, beside: int, least: int) -> list[Pass]:
-        """The passes of prompts, of at least so many rows: over one text with up to `longest`
-        tokens and texts `beside`, and over more texts with `piece` tokens together."""
+        """The passes over prompts, with at least `least` rows each: passes over `beside` texts with
+        up to `longest` tokens, and passes over more texts with `piece` tokens together."""
         shapes = [(beside, T) for T in _powers(longest, 1 if self._carries else 2)]
         if not self._carries:
             shapes += [
@@ -164,17 +167,17 @@ class Generator:
 
     @staticmethod
     def blocks_of(tokens: int) -> int:
-        """Blocks that hold so many tokens of a text."""
+        """Number of blocks that hold this number of tokens of a text."""
         return -(-tokens // BLOCK)
 
     @property
     def block_bytes(self) -> int:
-        """Memory of one more block, at most."""
+        """Bytes that one more block takes at most."""
         tensors = [t for half in self._cache.blocks.values() for t in half.values()]
         return sum(align_up(tensor.nbytes // self.num_blocks) for tensor in tensors)
 
     def _pass(self, inputs: PassInputs, B: int, T: int, first_state: int) -> Pass:
-        """Passes over B texts with T tokens each. first_state: of their rows."""
+        """A Pass over B texts with T tokens each. first_state: the first text's row of states."""
         batch = replace(self._options.batch, batch_size=B, seq_len=T, context_parallel=1)
         memory = replace(self._options.memory, lmhead_chunks=1)
         rows = inputs.rows(B)
@@ -201,8 +204,8 @@ class Generator:
         )
 
     def rehearse(self) -> None:
-        """All kinds of passes once, for a device that only plans, or to load kernels and capture
-        graphs; they exchange nothing but weights."""
+        """Run each kind of pass once, on a device that only plans, or to load kernels and capture
+        graphs. Ranks exchange nothing but weights."""
         self._chosen.put((), ())
         passes = [("prefill", each, each.forward) for each in self._prefills]
         passes += [("decode", each, self._decoding(each)) for each in self._decodes.values()]
@@ -214,9 +217,8 @@ class Generator:
     # -- passes ----------------------------------------------------------------------------------
 
     def _run(self, kind: str, each: Pass, fn: Callable[[bool], None], *, busy: bool = True) -> bool:
-        """Enqueue a pass, together with the other ranks where they gather weights from each other
-        in each. busy: whether this rank wants it; False: it is made for those that do. Returns
-        whether it was made."""
+        """Enqueue a pass; return False if no rank wants one. If weights are gathered in each pass,
+        all ranks enqueue the pass together. busy: True if this rank wants the pass."""
         if not self._any_busy(busy):
             return False
         self._enqueue(kind, each, fn, stale=self.weights.take_stale())
@@ -236,7 +238,7 @@ class Generator:
         return self.dev.kind == "plan" or bool(self.dev.download(self._busy).any())
 
     def _idle(self, *, busy: bool) -> bool:
-        """A pass over no text."""
+        """Enqueue a pass over no text, for ranks that gather weights."""
         kind, each, fn = self._idle_pass
         each.inputs.arrays["new"][:] = 0
         return self._run(kind, each, fn, busy=busy)
@@ -246,7 +248,7 @@ class Generator:
     def run(
         self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[int, Completion]]:
-        """The requests' completions with their indices, as they end. stopped: as of `stream`."""
+        """Yield each request's index and Completion when it ends. stopped: as for `stream`."""
         found: dict[int, list[NewToken]] = {}
         for token in self.stream(requests, stopped):
             found.setdefault(token.index, []).append(token)
@@ -258,9 +260,9 @@ class Generator:
     def stream(
         self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[NewToken]:
-        """The requests' tokens as they are chosen; waits for the device for each. Requests of one
-        prompt share memory if they follow each other. All ranks make the call, with requests of
-        their own. stopped: asked before each token of all texts, and ends them. ValueError for a
+        """Yield the requests' tokens as they are chosen; waits for the device before each.
+        Neighbouring requests with one prompt share memory. All ranks call this method, each with
+        its own requests. stopped: called before each pass; True ends all texts. ValueError for a
         request that does not fit; LlmqError if a prediction is not a number."""
         first = self._count
         self._chosen.put((), ())
@@ -268,7 +270,7 @@ class Generator:
             for request in requests:
                 self.add(request)
             if self._shares:
-                self._idle(busy=True)  # gathers what an update has left to gather, on all ranks
+                self._idle(busy=True)  # gathers the weights that an update has left, on all ranks
             while (self._waiting or self._running) and not stopped():
                 for token in self.step():
                     yield token._replace(index=token.index - first)
@@ -278,7 +280,7 @@ class Generator:
                 self.drop(text.index)
             self._drop_prompts()
             while self._busy is not None and self._idle(busy=False):
-                pass  # others go on, also after an error
+                pass  # other ranks go on, also after an error
 
     def add(self, request: Request) -> int:
         """Let a request wait for the next `step` that has room; returns the index of its tokens.
@@ -300,8 +302,8 @@ class Generator:
                 self._leave(text)
 
     def step(self) -> list[NewToken]:
-        """Let requests begin where there is room, and choose a token of each that runs; waits for
-        the device. LlmqError if a prediction is not a number."""
+        """Let waiting requests begin if there is room, and choose a token of each running text;
+        waits for the device. LlmqError if a prediction is not a number."""
         if self._flight is None:
             self._admit()
             self._extend()
@@ -315,13 +317,13 @@ class Generator:
         return self._read(flight)
 
     def _forget(self) -> None:
-        """Let the pass end whose choice the host has not read."""
+        """Wait for the pass in flight, and drop its tokens."""
         if self._flight is not None:
             self._chosen.read(self._flight.turn)
             self._flight = None
 
     def _following(self, flight: _Flight) -> list[Text]:
-        """The texts of the pass behind this one, if it can be enqueued before this one's choice is
+        """The texts of the next pass, if it can be enqueued before the tokens of `flight` are
         known."""
         if not self.goes_ahead:
             return []
@@ -341,8 +343,8 @@ class Generator:
         return going
 
     def _admit(self) -> None:
-        """Let texts in, as long as there is room for their next token, and for one more block of
-        each that runs."""
+        """Start waiting texts while there is room for their next token, and for one more block of
+        each running text."""
         while self._waiting and len(self._running) < self.slots:
             text = self._waiting[0]
             prompt = self._prompts.get(tuple(text.ids[:-1]))
@@ -365,8 +367,8 @@ class Generator:
         self._prompts.clear()
 
     def _next_prompts(self) -> list[list[int]]:
-        """The prompts of the texts that wait first, which are computed together: one, and as many
-        others as there is room for beside what the texts before them take."""
+        """The next waiting texts' prompts, which are computed together: at least one, and more
+        while free blocks last."""
         found: dict[tuple[int, ...], list[int]] = {}
         most = 1 if self._carries else max(each.texts for each in self._prefills)
         if self._rings is not None:
@@ -381,14 +383,14 @@ class Generator:
         return list(found.values())
 
     def _prefill(self, prompts: list[list[int]]) -> None:
-        """Compute the prompts that texts then begin with."""
+        """Compute keys, values and states of these prompts, for the texts that begin with them."""
         for ring, ids in enumerate(prompts):
             blocks = self._free.take(self.blocks_of(len(ids)))
             self._prompts[tuple(ids)] = Prompt(ids, blocks, ring)
         for states in self._cache.states.values():
             for tensor in states.values():
                 self.dev.zero(tensor.rows(self.slots, self.slots + 1))
-        left = {key: 0 for key in map(tuple, prompts) if key}  # tokens that are computed
+        left = {key: 0 for key in map(tuple, prompts) if key}  # number of computed tokens by prompt
         while left:
             each = self._prefill_of(len(left), max(len(key) - start for key, start in left.items()))
             each.inputs.clear()
@@ -405,8 +407,9 @@ class Generator:
             self._run("prefill", each, each.forward)
 
     def _prefill_of(self, texts: int, tokens: int) -> Pass:
-        """The smallest pass that holds so many texts and tokens of each, else the largest of the
-        fewest texts; with states, one that has no more tokens."""
+        """The smallest pass that holds `texts` texts of `tokens` tokens; if none does, the one with
+        most tokens among the passes over enough texts. With states: the largest pass of at most
+        `tokens` tokens."""
         if self._carries:
             return max((p for p in self._prefills if p.tokens <= tokens), key=lambda p: p.tokens)
         widest = max(each.texts for each in self._prefills)
@@ -418,7 +421,7 @@ class Generator:
         return min(holding, key=lambda p: p.tokens)
 
     def _enter(self, text: Text, prompt: Prompt) -> None:
-        """A text begins behind its prompt, in a slot of its own."""
+        """Give a text a slot, and the blocks, rings and states of its computed prompt."""
         used = {other.slot for other in self._running}
         text.slot = next(slot for slot in range(self.slots) if slot not in used)
         full = len(prompt.ids) // BLOCK
@@ -446,7 +449,7 @@ class Generator:
             self.dev.upload(self._seen.rows(text.slot, text.slot + 1), words[None])
 
     def _leave(self, text: Text) -> None:
-        """A text gives its blocks and its slot back."""
+        """Free a text's blocks and slot."""
         self._free.give_back(text.blocks)
         text.blocks, text.slot = [], -1
 
@@ -454,7 +457,7 @@ class Generator:
         return self._rings is not None and layer in self._rings.layers
 
     def _copy_ring(self, to: int, ring: int) -> None:
-        """Copy what layers with rings keep of a text."""
+        """Copy a text's keys and values in layers with rings, from one ring to another."""
         for (layer, _), tensors in self._cache.blocks.items():
             for tensor in tensors.values() if self._is_ringed(layer) else ():
                 n = self._rings.length
@@ -466,7 +469,7 @@ class Generator:
         self.dev.copy(tensor.rows(to, to + 1), tensor.rows(row, row + 1))
 
     def _move(self, text: Text, slot: int) -> None:
-        """Let a text have another slot, which is free."""
+        """Move a text to another slot, which is free."""
         self._copy_row(self._seen, slot, text.slot)
         self._copy_ring(slot, text.slot)
         for states in self._cache.states.values():
@@ -478,8 +481,8 @@ class Generator:
         text.slot = slot
 
     def _extend(self) -> None:
-        """Give each text the block of its next token; the texts that came last wait again where
-        there are too few."""
+        """Give each text the block of its next token. If blocks are too few, the newest texts wait
+        again."""
         for text in list(self._running):
             if text.slot < 0 or self.blocks_of(len(text.ids)) == len(text.blocks):
                 continue
@@ -499,12 +502,12 @@ class Generator:
         text.blocks.append(block)
 
     def _size_for(self, texts: int) -> int:
-        """Rows of the smallest pass over so many texts."""
+        """Number of texts of the smallest decode pass that holds `texts` texts."""
         return min(B for B in self._decodes if texts <= B)
 
     def _start(self, texts: list[Text], ahead: int = 0) -> _Flight:
-        """Enqueue the pass that chooses the next token of each text. ahead: tokens of each that the
-        device has and the host does not know yet."""
+        """Enqueue the pass that chooses the next token of each text. ahead: number of each text's
+        tokens that the device has chosen and the host has not read."""
         size = self._size_for(len(texts))
         used = {text.slot for text in texts}
         free = (slot for slot in range(size) if slot not in used)
@@ -525,7 +528,7 @@ class Generator:
         return _Flight(texts, slots, self._chosen.send())
 
     def _read(self, flight: _Flight) -> list[NewToken]:
-        """The tokens that a pass has chosen, of the texts that still run; waits for the device."""
+        """The tokens that a pass has chosen for the texts that still run; waits for the device."""
         chosen, logprobs = self._chosen.read(flight.turn)
         ids, found = chosen[flight.slots].tolist(), logprobs[flight.slots].tolist()
         tokens, going = [], []
@@ -546,13 +549,13 @@ class Generator:
 
 
 def _of_generation(options: StepOptions, alone: StepOptions) -> StepOptions:
-    """The options of a step's passes that keep nothing. Delayed scales are those of a step's own
-    tensors."""
+    """The options of passes that keep no activations. Delayed fp8 scales describe a step's own
+    tensors, so that these passes compute scales from their tensors."""
     how = {"fp8_recipe": "jit", "mlp_dtype": options.precision.model_dtype}
     precision = replace(options.precision, **how)
     return options._replace(memory=alone.memory, precision=precision)
 
 
 def _powers(most: int, step: int = 1) -> list[int]:
-    """Powers of 2^step below `most`, and `most`."""
+    """The powers of 2^step below `most`, then `most`."""
     return [*(1 << n for n in range(0, (most - 1).bit_length(), step)), most]

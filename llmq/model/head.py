@@ -1,8 +1,8 @@
 """The end of the model: final norm, LM head in chunks, fused cross-entropy, first gradients.
 
 With an fp8 head cross-entropy writes the gradient of the logits as E5M2 codes: most probabilities
-of a large vocabulary would be 0 in E4M3 beside the target's -1. Elements are bounded, so that the
-scale is a constant.
+of a large vocabulary would be 0 in E4M3 beside the target's -1. The gradient's elements are
+bounded, so that the scale is a constant.
 """
 
 import math
@@ -30,17 +30,18 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
-LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
+LARGEST_LSE = 64.0  # assumed of logits, to bound their gradient with a z-loss
 
 
 def gradient_scale(z_loss: float, weight: float = 1.0) -> float:
-    """The scale of E5M2 codes of d_logits, which are at most weight * (1 + z_loss * lse): a power
-    of two."""
+    """The scale of d_logits' E5M2 codes, a power of two. |d_logits| is at most weight * (1 + z_loss
+    * lse)."""
     return 2.0 ** math.ceil(math.log2(weight * (1 + z_loss * LARGEST_LSE) / E5M2_MAX))
 
 
 def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions) -> Tensor | None:
-    """I32 (R,): columns of logits of the new tokens, if only their rows are trained; then -1."""
+    """The logits' columns of the new tokens, I32 (R,), padded with -1; None unless only the new
+    tokens' rows of the matrix are trained."""
     if not options.trains_new_rows or not (config.tied_embeddings or "new-rows" in options.train):
         return None
     ids = np.arange(*config.new_tokens, dtype=np.int32)
@@ -50,8 +51,8 @@ def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions
 
 
 class _Chunk(NamedTuple):
-    """Rows start to stop of a pass, the input of their products, the matrix (Vp, C), the pass's
-    adapters, and scratch that is freed after the chunk."""
+    """Rows [start, stop) of a pass. x: the final norm's output there. lm_head: the matrix (Vp, C).
+    low: the pass's adapters. temps: lifetime of the chunk's scratch."""
 
     start: int
     stop: int
@@ -66,8 +67,8 @@ class _Chunk(NamedTuple):
 
 class Head:
     """Final norm, LM head and cross-entropy of a micro-batch of rows = B*T tokens. losses, lse: F32
-    (rows,), per token, of the last micro-step. Logits of rows / --lmhead-chunks tokens exist at a
-    time."""
+    (rows,), the loss and the logits' log-sum-exp of each token of the last micro-step. Logits of
+    rows / --lmhead-chunks tokens exist at a time."""
 
     def __init__(
         self,
@@ -79,8 +80,8 @@ class Head:
         largest: float = 1.0,
         dropout: Dropout | None = None,
     ):
-        """residual: (rows, C), stream behind the last block. largest: largest weight of a row.
-        dropout: of adapters."""
+        """residual: (rows, C), stream behind the last block. largest: the largest absolute weight
+        of a row. dropout: the adapters' dropout."""
         shape, dtype, z_loss = operands.shape, operands.dtype, options.optim.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
@@ -108,8 +109,8 @@ class Head:
             self.gradient_scale = dev.constant("d_logits.scale", scale, F32, "Activations")
 
     def forward(self, w: PartWeights, residual_att: Tensor, branch: Tensor | None) -> None:
-        """The final norm, of the last block's residual_att + branch, both (rows, C). branch: None
-        where the last block has written the sum itself."""
+        """Compute the final norm of residual_att + branch from the last block, both (rows, C).
+        branch: None if the last block has written the sum itself."""
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
             stream, weight = OutBuffers("", residual), w["ln1_post"]
@@ -123,8 +124,8 @@ class Head:
     def token_losses(
         self, w: PartWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
-        """Per-token losses, without gradients. targets: I32 (rows,), -100 if masked. of_rows: see
-        Loss."""
+        """Compute per-token losses without gradients. targets: I32 (rows,), -100 if masked.
+        of_rows: see Loss."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
             for chunk in self._parts(w, low):
@@ -132,8 +133,8 @@ class Head:
                 self._lose(chunk, logits, targets, None, of_rows, gradient=False)
 
     def top_k(self, w: PartWeights, top: Tensor) -> None:
-        """Largest logits of all rows, F32 (rows, 2 k), see ops.loss.distill.top_k; call behind
-        token_losses, whose lse it reads."""
+        """Write the k largest logits of each row to top, F32 (rows, 2 k), see
+        ops.loss.distill.top_k. Call after token_losses: this method reads `lse`."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
             for chunk in self._parts(w, low):
@@ -143,7 +144,7 @@ class Head:
     def _parts(
         self, w: PartWeights, low: OfPass | None, *, transposed: bool = False
     ) -> Iterator[_Chunk]:
-        """The chunks, one after another. low: of _begin_adapters."""
+        """The chunks, one after another. low: the result of _begin_adapters."""
         for start, stop in self.dev.alike(self._spans()):
             with ExitStack() as temps:
                 yield self._chunk(temps, start, stop, w, low, transposed=transposed)
@@ -165,8 +166,8 @@ class Head:
         *,
         gradient: bool = True,
     ) -> None:
-        """The losses of a chunk's rows. gradient: the logits become their gradient, or codes if
-        they are given."""
+        """Compute the losses of a chunk's rows. gradient: True: the losses' gradient overwrites the
+        logits, or goes to `codes` if given."""
         losses, lse, targets, weights = map(chunk.of, (self.losses, self.lse, targets, weights))
         dev, outputs = self.dev, self.config.outputs
         if of_rows is not None:
@@ -182,7 +183,8 @@ class Head:
 
     @contextmanager
     def logits(self, w: PartWeights) -> Iterator[Tensor]:
-        """(rows, Vp) of all rows, after `forward`, where they are one chunk; scratch."""
+        """The logits (rows, Vp) of all rows, in scratch, for one chunk of rows; call after
+        `forward`."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
             chunk = self._chunk(temps, 0, self.rows, w, low, transposed=False)
@@ -200,10 +202,11 @@ class Head:
         d_norm: Tensor,
         of_rows: Teacher | Labels | None = None,
     ) -> None:
-        """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
-        weights: F32 (rows,), of the gradients; None: all are 1. branch: as in forward. to: the
-        branch's gradient, in d_residual or, with post_norm, in d_norm; d_norm is scratch before.
-        of_rows: see Loss. Gradients are sums over rows, not means."""
+        """Compute per-token losses, the head's gradients, and d_residual (rows, C), the gradient of
+        the stream behind the last block. weights: F32 (rows,), factors of the rows' gradients;
+        None: all are 1. branch: as in forward. to: buffers of the branch's gradient, in d_residual
+        or, with post_norm, in d_norm, which is scratch before. of_rows: see Loss. Gradients are
+        sums over rows, not means."""
         lm_head, d_weight, d_rows = w["lm_head"], g.get("lm_head"), g.get("new_rows")
         trained = d_weight is not None or d_rows is not None
         with ExitStack() as temps:
@@ -237,15 +240,16 @@ class Head:
             self.norm.backward(to, *grads, d_residual, branch, weight, stats, None)
 
     def _rows_gradient(self, d_rows: Accumulator, gradient: Tensor, x: Tensor) -> None:
-        """Gradient of the matrix's new rows, which are columns of the logits."""
+        """Compute d_rows, the gradient of the matrix's new rows, from the new tokens' columns of
+        the logits' gradient."""
         shape = (gradient.shape[0], self.new_columns.size)
         with self.dev.scratch("d_logits.new", shape, self.dtype) as columns:
             quantize_int8.take_outliers(self.dev, columns, gradient, self.new_columns)
             self.linear.weight_gradients(d_rows, None, columns, x)
 
     def _fp8_gradient(self, chunk: _Chunk, codes: Tensor, *, transposed: bool) -> Fp8:
-        """The gradient of the logits of E5M2 codes. Transposed codes, which the gradient of the
-        matrix alone needs, take the place of the logits, which are twice as large."""
+        """The gradient of the logits as E5M2 codes. Only the gradient of the matrix needs
+        transposed codes, which reuse memory of the logits: these are twice as large."""
         by_columns = None
         if transposed:
             scratch = self.dev.scratch("d_logits.q_t", turned(codes.shape), E5M2)
@@ -267,7 +271,8 @@ class Head:
         *,
         transposed: bool,
     ) -> _Chunk:
-        """The final norm's output for some rows, as the head's products take it."""
+        """The chunk of rows [start, stop), with the final norm's output as an operand of
+        products."""
         x = self.out.rows(start, stop)
         operand = self.operands.quantize(temps, HEAD, x, measured=True, transposed=transposed)
         return _Chunk(start, stop, operand, w["lm_head"], low, temps)

@@ -1,7 +1,7 @@
 """Exchange of tokens for heads among the ranks that divide sequences (--context-parallel).
 
-N ranks have T tokens of each sequence each, with all heads. For attention every rank gets all N*T
-tokens with its share of the heads, and gives the result back (DeepSpeed-Ulysses, arXiv:2309.14509).
+Each of N ranks has T tokens of each sequence, with all heads. For attention every rank gets all N*T
+tokens with its share of the heads, and returns the results (DeepSpeed-Ulysses, arXiv:2309.14509).
 If there are fewer key heads than ranks, several ranks get the same key head, and the parts of its
 gradient are added up.
 """
@@ -15,7 +15,7 @@ from llmq.ops.pointwise.elementwise import copy_columns
 from llmq.options.groups.batch import BatchOptions
 from llmq.runtime.device import Device
 
-PARTS = "heads of all ranks"  # scratch (B*N*T, F'): of each sequence, a part for each rank
+PARTS = "heads of all ranks"  # scratch (B*N*T, F'): for each sequence, a part for each rank
 
 
 class HeadColumns(NamedTuple):
@@ -26,8 +26,8 @@ class HeadColumns(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Columns of one rank's heads: from `all` on in rows of all heads, from `own` on in rows of the
-    rank's. adds: True if an earlier rank has the same head."""
+    """`count` columns of one rank's heads, which begin at column `all` of rows of all heads, and at
+    column `own` of rows of the rank's heads. adds: True if an earlier rank has the same head."""
 
     all: int
     own: int
@@ -36,14 +36,15 @@ class _Columns(NamedTuple):
 
 
 class HeadExchange:
-    """One rank's end. Rows of its tokens are (B*T, F), rows of its heads (B*N*T, F')."""
+    """The exchange on one rank. Rows of the rank's tokens are (B*T, F), rows of its heads (B*N*T,
+    F')."""
 
     def __init__(self, dev: Device, batch: BatchOptions):
         self.dev, self.ranks = dev, batch.context_parallel
         self.B, self.T = batch.batch_size, batch.local_seq_len
 
     def width(self, heads: Sequence[HeadColumns]) -> int:
-        """F' of these kinds of heads."""
+        """F', the number of columns of the rank's share of `heads`."""
         return sum(part.count for part in self._columns(heads, 0))
 
     def _columns(self, heads: Sequence[HeadColumns], rank: int) -> Iterator[_Columns]:
@@ -56,8 +57,8 @@ class HeadExchange:
 
     @contextmanager
     def to_heads(self, out: Tensor | None, heads: Sequence[HeadColumns]) -> Iterator[Tensor | None]:
-        """Rows of tokens (B*T, F) for the caller to fill, which at the end go to out (B*N*T, F').
-        With one rank the rows are out; None without out."""
+        """Yield rows of tokens (B*T, F) for the caller to fill; at the end they are exchanged into
+        out (B*N*T, F'). With one rank, or without out, yield out itself."""
         if self.ranks == 1 or out is None:
             yield out
             return
@@ -72,7 +73,8 @@ class HeadExchange:
             self._exchange(out, parts)
 
     def to_tokens(self, temps: ExitStack, x: Tensor, heads: Sequence[HeadColumns]) -> Tensor:
-        """Rows of tokens (B*T, F), of x (B*N*T, F'); scratch of `temps`, or x with one rank."""
+        """Exchange x (B*N*T, F') into rows of tokens (B*T, F): scratch of `temps`, or x with one
+        rank."""
         if self.ranks == 1:
             return x
         shape = (self.B * self.T, sum(count * width for count, width in heads))
@@ -86,8 +88,8 @@ class HeadExchange:
         return out
 
     def own_rows(self, temps: ExitStack, x: Tensor, heads: Sequence[HeadColumns]) -> Tensor:
-        """The rows of this rank's heads, of x (rows of all heads, ...); scratch of `temps`, or x
-        with one rank. heads: widths are rows."""
+        """Copy the rows of this rank's heads from x (rows of all heads, ...): scratch of `temps`,
+        or x with one rank. heads: a width is a number of rows of x."""
         if self.ranks == 1:
             return x
         shape = (self.width(heads), *x.shape[1:])
@@ -98,8 +100,8 @@ class HeadExchange:
 
     @contextmanager
     def own_gradient(self, to: Accumulator, heads: Sequence[HeadColumns]) -> Iterator[Accumulator]:
-        """The target of the gradient of `own_rows`. Other ranks' rows become 0 unless gradients are
-        added up."""
+        """Yield the Accumulator of the gradient of `own_rows`; at the end its rows go to `to`.
+        Other ranks' rows become 0 unless `to` accumulates."""
         if self.ranks == 1:
             yield to
             return
@@ -119,7 +121,8 @@ class HeadExchange:
             yield own.rows(rows.own, to), of_all.rows(rows.all, of)
 
     def _each(self, tokens: Tensor, parts: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Rows of each sequence in tokens, and each rank's part (T, F') of these."""
+        """Yield for each sequence and rank: the sequence's rows of `tokens`, the rank's rows (T,
+        F') of `parts`, and the rank."""
         for row in range(self.B):
             own = tokens.rows(row * self.T, (row + 1) * self.T)
             for rank in range(self.ranks):

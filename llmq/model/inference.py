@@ -15,12 +15,12 @@ from llmq.state.params import Slab
 from llmq.state.placement import Placement, place, resident
 from llmq.state.weights import Weights
 
-LOGITS_BYTES = 256 * MIB  # at most, that exist at a time
+LOGITS_BYTES = 256 * MIB  # most bytes of logits that exist at a time
 
 
 class Scorer:
-    """Token losses; for a score head with one label, -score. Memory is allocated for one shape (B,
-    T) at a time, the last batch's. T: multiples of 4."""
+    """Computes the loss of each token, or -score with a score head of one label. Memory is
+    allocated for one shape (B, T) at a time, the last batch's. T must be a multiple of 4."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Scorer:
         base_dtype: str | None = None,
         greedy: bool = False,
     ):
-        """weights: of placed_to_read(), with base_dtype. backend: see directions. greedy: find the
-        likeliest tokens, too."""
+        """weights: placed by placed_to_read() with this base_dtype. backend: see
+        halves/attention.directions. greedy: True: find the likeliest tokens, too."""
         self.dev, self.config, self.weights = dev, config, weights
         self._backend = backend
         self._dtype, self._base_dtype = weights.placement["embed"].work.dtype, base_dtype
@@ -41,7 +41,7 @@ class Scorer:
         self._temps = ExitStack()
 
     def take_shape(self, B: int, T: int) -> None:
-        """Free the memory of the last shape of batches, and allocate that of this one."""
+        """Free the memory of the last batch's shape, and allocate memory for batches (B, T)."""
         if self._shape == (B, T):
             return
         self._temps.close()
@@ -98,8 +98,8 @@ class Scorer:
 def scoring_options(
     config: ModelConfig, dtype: DType, B: int, T: int, base_dtype: str | None = None
 ) -> TrainConfig:
-    """Options of forward passes that keep nothing, with weights and activations of this format.
-    base_dtype: of the blocks' matrices, as of --base-dtype, products of which are in `dtype`."""
+    """Options of forward passes that keep nothing, with weights and activations in `dtype`.
+    base_dtype: format of the blocks' matrices (--base-dtype), whose products are in `dtype`."""
     groups = B * T // 4  # rows of logits come in multiples of 4
     most = max(LOGITS_BYTES // (4 * config.padded_outputs * dtype.itemsize), 1)
     chunks = next(n for n in range(-(-groups // most), groups + 1) if groups % n == 0)
@@ -116,8 +116,8 @@ def scoring_options(
 def placed_to_read(
     config: ModelConfig, table: tuple[Slab, ...], dtype: DType, base_dtype: str | None
 ) -> Placement:
-    """The placement of weights that are only read, see scoring_options. ConfigError for a
-    base_dtype that the model cannot have."""
+    """The placement of weights that are only read, with the arguments of scoring_options.
+    ConfigError for a base_dtype that the model cannot have."""
     if base_dtype is None:
         return resident(table, dtype)
     options = scoring_options(config, dtype, 1, 4, base_dtype)

@@ -21,7 +21,8 @@ from llmq.runtime.device import Device
 
 
 class Linear:
-    """Products of the LM head, of routers and of adapters; `BlockLinear` has the blocks'."""
+    """Products of the LM head, of routers and of adapters; `BlockLinear` has the products of
+    blocks."""
 
     def __init__(self, dev: Device, operands: Operands | None = None, alpha: float = 1.0):
         """operands: number format of the products; None: the tensors' own. alpha: factor of
@@ -31,7 +32,8 @@ class Linear:
     def forward(
         self, out: Tensor, x: Operand, weight: Operand, *, adapters: Adapters | None = None
     ) -> None:
-        """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T; and adapters'."""
+        """out (rows, out_features) = alpha * x (rows, in_features) @ weight^T + the adapters'
+        term."""
         product(
             self.dev, out, x, weight, trans_b=True, adapters=adapters,
             fast=FORWARD in self.operands.fast, alpha=self.alpha,
@@ -45,8 +47,8 @@ class Linear:
     def weight_gradients(
         self, d_weight: Accumulator | None, d_bias: Accumulator | None, d_out: Operand, x: Operand
     ) -> None:
-        """d_weight (out_features, in_features) = or += alpha * d_out^T @ x, d_bias the sum of
-        d_out's rows. None: not wanted, because the parameter is frozen or there is none."""
+        """d_weight (out_features, in_features) = or += alpha * d_out^T @ x, d_bias (out_features,)
+        = or += the sum of d_out's rows. None for a frozen or missing parameter."""
         if d_weight is not None:
             fast = WEIGHT in self.operands.fast
             weight_gradient(self.dev, d_weight, d_out, x, fast=fast, alpha=self.alpha)

@@ -1,4 +1,5 @@
-"""The layer loop both ways: gather weights, run the block, release, notify the gradients."""
+"""The loop over layers, forward and backward: gather weights, run the block, release the weights,
+notify the gradients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,8 +41,8 @@ def _forward_only(options: StepOptions) -> StepOptions:
 
 
 class Model:
-    """Activations of one micro-step, and the passes over its inputs. activations_at: first byte of
-    the device's arena behind which only constants survive between two micro-steps."""
+    """Activations of one micro-step, and the passes over its inputs. activations_at: a byte offset
+    in the device's arena; behind it only constants survive between two micro-steps."""
 
     def __init__(
         self,
@@ -56,15 +57,15 @@ class Model:
         loss: Loss | None = None,
         cache: CacheOfPass | None = None,
     ):
-        """backend: of attention, see directions. inputs: tensors that passes read; a loss needs
-        targets. scalars: StepScalars, which adapters need. loss: None without backward passes.
-        cache: of generated texts; None: passes see whole sequences."""
+        """backend: attention's, see halves/attention.directions. inputs: tensors that passes read;
+        a loss needs targets. scalars: StepScalars, which adapters need. loss: None without backward
+        passes. cache: the cache of generated texts; None: passes see whole sequences."""
         self.dev, self.config, self.weights, self.inputs = dev, config, weights, inputs
         self.loss = loss
         trains = self._trains = loss is not None and not options.model.trains_mtp_alone
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
-        # Norms of adapted rows (DoRA) are made of decoded weights.
+        # True if products may read coded weights; DoRA's norms of rows need decoded weights.
         self._few_rows = (
             loss is None and shape[0] <= MOST_CODED_ROWS and not options.model.lora_dora
         )
@@ -114,8 +115,8 @@ class Model:
         return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
 
     def forward(self, *, stale: bool, keep: bool) -> None:
-        """Tokens to the output of the final norm. stale: as Weights.take_stale said. keep: backward
-        follows."""
+        """Compute the output of the final norm from tokens. stale: the result of
+        Weights.take_stale. keep: True if backward follows."""
         weights, tokens, first_key = self.weights, self.inputs.tokens, self.inputs.first_key
         keep &= self._trains
         self.operands.scales.start_micro_step(of_step=keep)
@@ -155,7 +156,7 @@ class Model:
             self.weights.release(block)
 
     def begin_magnitudes(self) -> None:
-        """The magnitudes of adapted rows (DoRA) become the norms of the weights' rows."""
+        """Set the magnitudes of adapted rows (DoRA) to the norms of the weights' rows."""
         self.weights.start_micro_step(stale=False)
         for layer in self._layers:
             name = f"layers.{layer}"
@@ -164,8 +165,8 @@ class Model:
             self.weights.release(name)
 
     def token_losses(self, of_rows: Labels | None = None) -> None:
-        """Per-token losses after `forward`, without gradients. of_rows: of a model without a
-        loss."""
+        """Compute per-token losses after `forward`, without gradients. of_rows: see Loss; read only
+        if the model has no loss."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         of_rows = of_rows if self.loss is None else self.loss.of_rows()
@@ -174,7 +175,7 @@ class Model:
         self.weights.release(slab)
 
     def top_k(self, top: Tensor) -> None:
-        """Largest logits of all rows, see Head.top_k; call behind `token_losses`."""
+        """Find the largest logits of all rows, see Head.top_k; call after `token_losses`."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         self.head.top_k(PartWeights(self.weights.of_logits()), top)
@@ -182,7 +183,8 @@ class Model:
 
     @contextmanager
     def logits(self) -> Iterator[Tensor]:
-        """Logits behind all B*T tokens, see Head.logits; call behind `forward`."""
+        """Logits (B*T, Vp) that predict the token behind each token, see Head.logits; call after
+        `forward`."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         with self.head.logits(PartWeights(self.weights.of_logits())) as logits:
@@ -196,8 +198,9 @@ class Model:
         return Rows(targets, losses, lse, self.inputs.first_key)
 
     def backward(self, grads: Gradients, *, accumulate: bool, last: bool) -> None:
-        """Per-token losses and all gradients after `forward`. accumulate False: gradients are
-        overwritten; True: added to. last: of an optimizer step."""
+        """Compute per-token losses and all gradients after `forward`. accumulate: True: add to the
+        gradients; False: overwrite them. last: True for the last micro-step of an optimizer
+        step."""
         grads.start_micro_step(accumulate, last)
         weights, streams = self.weights, self.blocks.streams
         if self.mtp is not None:
@@ -243,8 +246,8 @@ class Model:
             grads.notify(block)
 
     def _backward_embedding(self, grads: Gradients) -> None:
-        """Gradient of the embedding, added to a tied head's; else the matrix is undefined
-        before."""
+        """Compute the embedding's gradient. With a tied head, add it to the head's gradient; else
+        the matrix is undefined before."""
         dev, g, tokens = self.dev, PartGrads(grads.full("embed")), self.inputs.tokens
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
         scale, padding = self.config.embedding_scale, self.config.padding_row
@@ -256,7 +259,7 @@ class Model:
             if target is None:
                 continue
             if not self.config.tied_embeddings and not target.accumulate:
-                dev.zero(target.tensor)  # rows of tokens that do not occur
+                dev.zero(target.tensor)  # for the rows of tokens that do not occur
             rows = target._replace(tensor=target.tensor.rows(0, stop - first), accumulate=True)
             embedding.backward(dev, rows, d_residual, tokens, scale, padding, first, vocab)
         if "positions" in g:

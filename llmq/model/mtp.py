@@ -4,9 +4,9 @@
     joined -> fc -> block -> norm -> losses of targets ahead
 
 The head sees the first sequences of a micro-batch (--mtp-share): its time grows with their number.
-Its loss has no gradient of the trunk. Its gradients are divided by the number of the trunk's
-targets, as all of a step. Head and trunk take turns with the gradients of the stream: the head runs
-between the trunk's forward and backward passes.
+The head's loss has no gradient for the trunk. The head's gradients are divided by the number of the
+trunk's targets, as all gradients of a step. Head and trunk use the same memory for gradients of the
+stream: the head runs between the trunk's forward and backward passes.
 """
 
 from dataclasses import replace
@@ -39,12 +39,12 @@ from llmq.state.grads import Gradients
 from llmq.state.weights import Weights
 
 MTP_STATS = ("mtp_loss", "mtp_acceptance")
-"""Statistics of a step that `add` sums, times the number of targets."""
+"""Statistics of a step that `add` sums, each weighted by the number of targets."""
 
 
 class MtpHead:
-    """Activations of one micro-step. d_residual, d_norm: scratch of the trunk, (rows, C) of the
-    sequences that the head sees."""
+    """Activations of one micro-step. rows: tokens of the sequences that the head sees. d_residual,
+    d_norm: (rows, C), scratch shared with the trunk."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class MtpHead:
         d_residual: Tensor,
         d_norm: Tensor,
     ):
-        """inputs, d_residual, d_norm: of all sequences."""
+        """inputs, d_residual, d_norm: the trunk's tensors, with all sequences."""
         self.dev, self.config, self._of_trunk = dev, config, inputs.targets
         own, options = block_config(config), _own_options(options)
         operands = Operands(dev)
@@ -87,8 +87,9 @@ class MtpHead:
         self.head = Head(dev, own, operands, options, self.residuals.final)
 
     def run(self, hidden: Tensor, weights: Weights, grads: Gradients, logits: str) -> None:
-        """Losses and gradients of a micro-batch. hidden: output of the trunk's final norm, of all
-        sequences. logits: the block of the matrix that makes logits."""
+        """Compute losses and gradients of a micro-batch. hidden: (B*T, C), output of the trunk's
+        final norm for all sequences. logits: name of the block with the matrix that makes
+        logits."""
         of_inputs, hidden = self.inputs, hidden.rows(0, self.targets.size)
         mtp.shift(
             self.dev, self.tokens, self.targets, of_inputs.tokens, of_inputs.targets,
@@ -113,7 +114,7 @@ class MtpHead:
         grads.notify(MTP)
 
     def _join(self, w: PartWeights, of_trunk: PartWeights, hidden: Tensor) -> None:
-        """The input of fc; d_norm is scratch."""
+        """Compute the input of fc, (rows, 2C); overwrites d_norm."""
         rows, C = hidden.shape
         shape, scale = (*self.tokens.shape, C), self.config.embedding_scale
         embedded = self._embedded.view(*shape)
@@ -144,16 +145,16 @@ class MtpHead:
                 self.norm.backward(unused, g[key], None, d_norm, x, w[key], self._stats[i], None)
 
     def add(self, stats: Tensor, trunk: Tensor) -> None:
-        """Add a micro-batch to a step's statistics, F64 as MTP_STATS. trunk: F32, losses of the
-        trunk's targets, of all sequences."""
+        """Add a micro-batch to a step's statistics, F64 (2,) in the order of MTP_STATS. trunk: F32
+        (B*T,), the trunk's losses of all sequences."""
         n = self.targets.size
         targets, of_trunk = self.targets.view(n), self._of_trunk.view(trunk.size)
         mtp.stats(self.dev, stats, self.head.losses, trunk.rows(0, n), targets, of_trunk)
 
 
 def _own_options(options: StepOptions) -> StepOptions:
-    """The options of a model of the sequences that the head sees, without adapters, in chunks that
-    are not larger than the trunk's."""
+    """The options of the head's model, with the sequences that it sees, without adapters, in chunks
+    that are not larger than the trunk's."""
     model, batch, memory = options.model, options.batch, options.memory
     B, S = batch.batch_size, model.mtp_sequences(batch.batch_size)
     rows = S * batch.local_seq_len

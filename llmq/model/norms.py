@@ -1,15 +1,15 @@
 """Norms of a block, in front of each half, behind it, or both.
 
-    stream = before + branch        branch: the output of the half before
+    stream = before + branch        branch: the output of the preceding half
     x = norm(stream)                the input of the half, whose output is the next branch
 
 With norms behind halves (`ln1_post`, `ln2_post`), stream = before + norm(branch). Without norms in
 front of halves (no `ln1`, `ln2`), x = stream.
 
-The addition is the epilogue of a half's last product, if there is no norm behind the half and the
-product takes an addend (`BlockLinear.accepts_addend`): such a half has no branch. Else the next
-norm adds, and the branch lives until then, or, with a norm behind the half, until backward.
-RMSNorm and LayerNorm share `Normalization`; means and biases are LayerNorm's.
+If there is no norm behind a half and its last product takes an addend
+(`BlockLinear.accepts_addend`), the product's epilogue adds: such a half has no branch. Else the
+next norm adds, and the branch lives until that norm, or, with a norm behind the half, until
+backward. `Normalization` computes RMSNorm and LayerNorm; only LayerNorm has means and biases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
 
 
 class Normalization:
-    """Launches of RMSNorm or LayerNorm, as the model has. eps: None: the config's."""
+    """Launches the model's kind of norm, RMSNorm or LayerNorm. eps None: the config's."""
 
     def __init__(self, dev: Device, config: ModelConfig, eps: float | None = None):
         self.dev, self.eps = dev, config.norm_eps if eps is None else eps
@@ -54,7 +54,7 @@ class Normalization:
         bias: Tensor | None,
         *added: Tensor,
     ) -> None:
-        """to = norm(x). added: two tensors, x = their sum before. All are (rows, C)."""
+        """to = norm(x), (rows, C). added: none, or two tensors whose sum is first written to x."""
         dev, (rstd, mean) = self.dev, stats
         with ExitStack() as temps:
             fp8 = _by_row(dev, temps, to, x.shape)
@@ -74,8 +74,8 @@ class Normalization:
     def post(
         self, to: OutBuffers, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> None:
-        """to (rows, C) = residual + norm(x), or norm(x), rounded as Architecture.post_norm says.
-        The gradient of x is `backward` without d_residual."""
+        """to (rows, C) = residual + norm(x), or norm(x) without a residual, rounded as
+        Architecture.post_norm says. `backward` without d_residual computes the gradient of x."""
         with ExitStack() as temps:
             fp8 = _by_row(self.dev, temps, to, x.shape)
             norm.post(
@@ -86,7 +86,8 @@ class Normalization:
                 quantize.transpose(self.dev, to.fp8.transposed, fp8.codes)
 
     def scale(self, x: Tensor, by: Tensor | None, gradient: Accumulator | None = None) -> None:
-        """x (rows, C) *= by (1,), unless None. gradient: zeroed, as `by` is not trained."""
+        """x (rows, C) *= by (1,), unless `by` is None. gradient: the gradient of `by`, zeroed,
+        because `by` is not trained."""
         if by is not None:
             scale(self.dev, x, x, by)
         if gradient is not None and not gradient.accumulate:
@@ -117,8 +118,8 @@ class Normalization:
 
 
 def _by_row(dev: Device, temps: ExitStack, to: OutBuffers, shape: tuple[int, ...]) -> Fp8Out | None:
-    """Codes by row, which a norm's kernel writes. Transposed codes (features, rows) are made of
-    them afterwards; without another reader codes by row are scratch."""
+    """The codes that a norm's kernel writes, always by row. Transposed codes (features, rows) are
+    made from the codes by row, which are scratch of `temps` if nothing else reads them."""
     if to.fp8 is None or to.fp8.transposed is None:
         return to.fp8
     codes = to.fp8.codes
@@ -138,8 +139,8 @@ class BlockNorms:
     def forward(
         self, temps: ExitStack, site: NormTensors, before: Tensor | None, w: PartWeights
     ) -> Operand:
-        """The input of a half. before: (rows, C), stream in front of the half before, read if there
-        is a branch; None: there is no half before."""
+        """Compute the input of a half. before: (rows, C), stream in front of the preceding half,
+        read if there is a branch; None: there is no preceding half."""
         if site.stats is not None:
             out = self.operands.buffers(temps, site.out)
             self._run(site, before, w, out)
@@ -152,7 +153,7 @@ class BlockNorms:
     def recompute(self, ctx: LayerContext, *, product: bool) -> Operand:
         """The input of a half in backward. ctx.before: None unless the stream is computed again,
         too. product: True if the half's first product reads the input again; False: only the
-        weight's gradient does."""
+        weight's gradient reads it."""
         site, before, w = ctx.layer.norm, ctx.before, ctx.w
         if site.stats is None:
             if before is not None:
@@ -186,7 +187,7 @@ class BlockNorms:
         self.norm.forward(to, site.stats, stream, weight, bias, *added)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
-        """The tensor in which `backward` leaves the gradient of the half before's output."""
+        """The tensor in which `backward` leaves the gradient of the preceding half's output."""
         return d_x if self.post else d_residual
 
     def backward(
@@ -198,9 +199,10 @@ class BlockNorms:
         w: PartWeights,
         g: PartGrads,
     ) -> None:
-        """Turn d_residual (rows, C), gradient of the stream behind the half, into that in front.
-        d_x (rows, C): gradient of the half's input. Afterwards `d_out` is the gradient of the half
-        before's output, named id_before; None if there is no half before."""
+        """Turn d_residual (rows, C) from the gradient of the stream behind the half into the
+        gradient of the stream in front. d_x (rows, C): gradient of the half's input. Afterwards
+        `d_out` is the gradient of the preceding half's output. id_before: this gradient's name;
+        None: there is no preceding half."""
         d_branch = OutBuffers("", d_residual)
         if id_before is not None:
             out = self.d_out(d_residual, d_x)

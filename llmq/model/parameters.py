@@ -3,7 +3,7 @@
 Weights are tensors; matrices of blocks and the LM head may be fp8 operands. Gradients are
 Accumulators. C: hidden size, Vp: padded vocabulary.
 
-    embedding   embed (Vp, C) and adapters; positions (P, C), if learned
+    embedding   embed (Vp, C) and adapters; positions (P, C) if learned, P: number of positions
     block       the architecture's declaration: matrices (out_features, in_features), biases
                 (out_features,), and norms (C,): ln1, ln2 in front of a half, ln1_post, ln2_post of
                 the output of the half before
@@ -11,7 +11,7 @@ Accumulators. C: hidden size, Vp: padded vocabulary.
                 lm_head (Vp, C) and adapters
 
 KEY_a, KEY_b, KEY_m: adapters' matrices and magnitudes, see `state/params.py`. new_rows (R, C): rows
-of the embedding, or of the LM head, that are trained without the others.
+of the embedding or the LM head, if only these rows are trained.
 """
 
 from typing import TypeVar

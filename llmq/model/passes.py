@@ -26,7 +26,8 @@ REQUEST_FIELDS = {
 
 
 class Buffer:
-    """Words that one copy moves between host and device, and their parts by name."""
+    """Tensors that one copy moves from host to device. tensors, arrays: on the device and on the
+    host, by name."""
 
     def __init__(self, dev: Device, name: str, parts: Mapping[str, tuple[tuple[int, ...], DType]]):
         self._dev = dev
@@ -44,7 +45,7 @@ class Buffer:
             start += room
 
     def rows(self, count: int) -> dict[str, Tensor]:
-        """The first rows of each part."""
+        """The first `count` rows of each tensor, by name."""
         return {name: tensor.rows(0, count) for name, tensor in self.tensors.items()}
 
     def clear(self) -> None:
@@ -55,8 +56,8 @@ class Buffer:
 
 
 class Chosen:
-    """The tokens that passes have chosen, which the next pass reads, and their log-probabilities:
-    on the device, and on their way to the host for up to two passes at a time."""
+    """The last chosen token of each slot, which the next pass reads, and its log-probability.
+    Copies to the host may be on their way for two passes at a time."""
 
     def __init__(self, dev: Device, slots: int):
         slots = -(-slots // 4) * 4  # 16 bytes
@@ -68,29 +69,31 @@ class Chosen:
         self._arrived = [dev.event() for _ in range(2)]
 
     def put(self, slots: Sequence[int], ids: Sequence[int]) -> None:
-        """Let the next pass read these tokens of texts."""
+        """Let the next pass read these tokens in these slots."""
         tokens = np.zeros(self._slots, np.int32)
         tokens[list(slots)] = ids
         self._dev.send(self.tokens, tokens)
 
     def send(self) -> int:
-        """Enqueue the copy of what the last pass has chosen; returns its turn."""
+        """Enqueue the copy of the last pass's tokens to the host; returns the turn that `read`
+        takes."""
         self._turn = turn = 1 - self._turn
         self._dev.receive(self._host[turn], self._words)
         self._dev.record(self._arrived[turn])
         return turn
 
     def read(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probabilities of all slots; waits for the copy."""
+        """Tokens and log-probabilities of all slots, of a pass sent with this turn; waits for the
+        copy."""
         self._arrived[turn].synchronize()
         words = self._host[turn]
         return words[: self._slots], words[self._slots :].view(np.float32)
 
 
 class PassInputs(Buffer):
-    """The inputs of passes over B texts, or fewer, with T tokens each. more: further parts. ahead:
-    copies may wait for up to two passes, and tokens are those that a pass has chosen. rings: layers
-    with a window have a table of their own."""
+    """The inputs of passes over at most B texts with T tokens each. blocks: most blocks of a text.
+    more: dtypes of further inputs (B,). ahead: True if two copies may be on their way, and tokens
+    come from Chosen. rings: True if layers with a window have a table of their own."""
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class PassInputs(Buffer):
         self._dev.send(self._words, self._turns[0])
 
     def put(self, row: int, ids: Sequence[int], start: int, blocks: list[int]) -> None:
-        """Put tokens of a text, from its position `start` on, in a row of a pass."""
+        """Put a text's tokens, which begin at its position `start`, in a row of the next pass."""
         arrays, count = self.arrays, len(ids)
         arrays["tokens"][row, :count] = ids
         arrays["first_key"][row, :count] = -start
@@ -135,7 +138,8 @@ class PassInputs(Buffer):
 
 
 class Pass:
-    """Passes over texts with so many tokens each: their inputs, and the model of this shape."""
+    """Passes over `texts` texts with `tokens` tokens each: their inputs, and a Model of this
+    shape."""
 
     def __init__(self, inputs: PassInputs, model: Model, cache: Cache, texts: int, tokens: int):
         self.inputs, self.model, self.texts, self.tokens = inputs, model, texts, tokens
@@ -146,8 +150,8 @@ class Pass:
         self.model.forward(stale=stale, keep=False)
 
     def decode(self, stale: bool, chosen: Chosen, seen: Tensor, outputs: int) -> None:
-        """Choose the next token of each text. chosen, seen: of at least `texts` texts. outputs:
-        logits of a row."""
+        """Choose the next token of each text. seen: I32 (texts or more, words), bits of the tokens
+        that a text has. outputs: number of logits in a row."""
         self.forward(stale)
         tensors, dev = self.inputs.rows(self.texts), self.model.dev
         requests = sample.Requests(**{name: tensors[name] for name in REQUEST_FIELDS})

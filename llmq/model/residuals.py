@@ -1,8 +1,9 @@
 """Residual stream in front of each block and between its halves, kept for backward.
 
 Tensors lie on the device, or (--offload-residual, --offload-between) in host memory with two
-buffers on the device. In forward a layer's tensor is copied to the host while its block runs; in
-backward it is copied back while the block after it runs. The last two layers' stay on the device.
+buffers on the device. In forward a layer's tensor is copied to the host while the layer's block
+runs; in backward it is copied back while the next block runs. The last two layers' tensors stay on
+the device.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ SLOTS = 2
 
 
 class Stream:
-    """The stream (rows, C) in front of blocks or between halves, of some layers. tensors: by layer,
+    """The stream (rows, C) of some layers, in front of blocks or between halves. tensors: by layer,
     the device tensor while in use."""
 
     def __init__(
@@ -31,7 +32,8 @@ class Stream:
         offload: bool,
         keep: bool = True,
     ):
-        """keep: True if backward reads the tensors; else two buffers take turns."""
+        """offload: True to keep tensors in host memory. keep: True if backward reads the tensors;
+        else two buffers take turns."""
         self.dev = dev
         self._index = {layer: i for i, layer in enumerate(layers)}
         count = min(SLOTS, len(layers)) if offload or not keep else len(layers)
@@ -76,7 +78,8 @@ class Stream:
 
 
 class Residuals(Stream):
-    """The stream in front of all layers of a model. final: (rows, C), behind the last layer."""
+    """The stream in front of all layers of a model. final: (rows, C), the stream behind the last
+    layer."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Rings of pinned buffers between the host and a step: inputs, copied to the device ahead of the
-step, and results, read on the host one step late."""
+"""Rings of pinned buffers between the host and a step. Inputs are copied to the device ahead of the
+step, and the host reads results one step late."""
 
 from functools import partial
 from itertools import pairwise
@@ -23,18 +23,18 @@ from llmq.runtime.lane import Ring
 from llmq.runtime.mesh import DATA, Mesh
 from llmq.state.rules.rule import UpdateRule
 
-RESULTS = 4  # steps whose results can be read; older ones are overwritten
+RESULTS = 4  # number of steps whose results can be read; older results are overwritten
 
 
 class Results:
     """Statistics of the running step on the device, and of the last RESULTS steps in pinned memory.
-    stats: F64, in the order of Loss.stat, and `more` behind them."""
+    stats: F64, in the order of Loss.stat, then the sums in `more`."""
 
     def __init__(
         self, dev: Device, loss: type[Loss], more: tuple[str, ...] = (), shown: tuple[str, ...] = ()
     ):
-        """more: names of further sums over targets, whose means are reported. shown: names among
-        `more` that the console shows if they are not 0."""
+        """more: names of further sums over targets, whose means are reported. shown: the names in
+        `more` that the console shows if their sums are not 0."""
         self.dev, self._loss, self._stat = dev, loss, loss.stat()
         self._more, self._shown = more, shown
         first = len(self._stat) + len(self._stat) % 2  # aligned to 16 bytes
@@ -53,7 +53,7 @@ class Results:
         )
         self._of_ranks: Tensor | None = None
         self._waited: Tensor | None = None  # milliseconds since the last sums of all ranks
-        self._goes_on = False  # True directly behind another step
+        self._goes_on = False  # True if the last call of start() was for a step
         if W > 1:
             self._of_ranks = self._report.rows(self._ranks_at, words).view(W, count)
             dev.zero(self._of_ranks)  # ranks that are silent in a rehearsal write nothing
@@ -62,7 +62,7 @@ class Results:
         self.last_read = -1
 
     def _open_clock(self) -> None:
-        """Let the device measure how long it waits for other ranks."""
+        """Let the device measure how long this rank waits for other ranks."""
         at = self.dev.alloc("clock", (1,), I64, "Activations")
         total = self._waited = self.dev.alloc("exposed", (1,), F64, "Activations")
         start, stop = partial(clock.start, self.dev, at), partial(clock.stop, self.dev, total, at)
@@ -77,7 +77,7 @@ class Results:
         if of_step:
             clock.start(self.dev, self._begin)
         self.dev.zero(self.stats)
-        # A step that follows another keeps the waits behind that one's exchange of sums.
+        # A step directly behind another keeps the waits since that step's exchange of sums.
         if of_step and self._waited is not None and not self._goes_on:
             self.dev.zero(self._waited)
         self._goes_on = of_step
@@ -144,8 +144,8 @@ class Results:
         )
 
 
-MOST_SLOTS = 1024  # micro-steps on their way to the device
-HEADER = 64  # 32-bit words of StepScalars in a slot, padded so that tokens are aligned
+MOST_SLOTS = 1024  # most micro-steps on their way to the device
+HEADER = 64  # 32-bit words of a slot for StepScalars, padded so that tokens are aligned
 
 
 def named_inputs(config: ModelConfig, optim: OptimOptions) -> tuple[Input, ...]:
@@ -160,16 +160,16 @@ def named_inputs(config: ModelConfig, optim: OptimOptions) -> tuple[Input, ...]:
 
 
 class Inbox:
-    """Device memory of a micro-step's inputs. scalars: I32 (16,) StepScalars. inputs: behind them,
-    in the order of `StepInputs`."""
+    """Device memory of a micro-step's inputs. scalars: StepScalars, I32 (16,). inputs: tensors
+    behind the scalars, in the order of `StepInputs`."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
         self.dev = dev
         B, T = options.batch.batch_size, options.batch.local_seq_len
         place = dev.mesh.index("context")
-        self._own = (slice(None), slice(place * T, (place + 1) * T))  # of arrays (B, T of the data)
+        self._own = (slice(None), slice(place * T, (place + 1) * T))  # of (B, whole T)
         plain = {"tokens": T, "targets": T}
-        if options.batch.document_mask:  # attention reads that of whole sequences
+        if options.batch.document_mask:  # attention reads first_key of whole sequences
             plain["first_key"] = options.batch.seq_len
         self._named = named_inputs(config, options.optim)
         sizes = [B * length for length in plain.values()]
@@ -184,15 +184,15 @@ class Inbox:
             *(part.view(B, T) for part, T in zip(parts, plain.values(), strict=False)),
             named={i.name: part.view_as(i.dtype, i.batch_shape(B, T)) for i, part in named},
         )
-        # Slots for two steps: the first step's result is normally read before the third is
-        # enqueued, which frees its slots without a wait. Steps of more than MOST_SLOTS micro-steps
-        # wait for the copies of earlier ones.
+        # Slots for two steps: the host normally reads the first step's result before it enqueues
+        # the third step, so that the first step's slots are free without a wait. With more
+        # micro-steps than slots, `send` waits for earlier copies.
         slots = min(2 * options.batch.grad_accumulation, MOST_SLOTS)
         self._ring = Ring(dev, "inbox", slots, words, I32)
-        self._ticket_of_slot = [-1] * slots  # of the step that last used the slot
+        self._ticket_of_slot = [-1] * slots  # ticket of the step that last used each slot
 
     def send(self, scalars: np.ndarray, batch: Batch, results: Results) -> None:
-        """Enqueue the copy of a micro-step's inputs. batch: of whole sequences, of which a rank
+        """Enqueue the copy of a micro-step's inputs. batch: has whole sequences, of which a rank
         takes its part; missing `starts` and named arrays are 0; targets behind `lengths` become
         FILLER_TARGET. results: tells which slots are free."""
         ring = self._ring
@@ -236,9 +236,9 @@ def scalars_of(
     grad_clip: float,
     limits: Limits = NO_LIMITS,
 ) -> np.ndarray:
-    """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,). number: of its micro-batch among
-    those that an equal division deals to this rank; below 0 or from --grad-accumulation on the
-    micro-batch is one of another rank's, and has the random numbers that it has there."""
+    """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,). number: the micro-batch's number
+    among those that an equal division gives this rank. Below 0, or from --grad-accumulation on, it
+    is another rank's micro-batch, with the random numbers that it has there."""
     words = np.zeros(STEP_SCALARS_WORDS, np.int32)
     record = words.view(STEP_SCALARS)[0]
     record["lr"] = lr
@@ -250,8 +250,8 @@ def scalars_of(
     # Different on all ranks, so that each rank rounds gradients with its own random numbers.
     accumulation = options.batch.grad_accumulation
     record["micro_step"] = mesh.rank * accumulation + number
-    # Sequences are numbered as they are dealt, on however many ranks and in whatever batches. Parts
-    # of divided sequences count as sequences, so that tokens have the same numbers.
+    # Sequences have the same numbers for any number of ranks and any batch size: their order in the
+    # data. Each part of a divided sequence counts as a sequence.
     dealt_to, place = divmod(mesh.index(*DATA) * accumulation + number, accumulation)
     stride, parts = mesh.size(*DATA), options.batch.context_parallel
     first = place * options.batch.batch_size * stride + dealt_to

@@ -1,4 +1,5 @@
-"""One optimizer step: micro-steps of forward and backward, then the update. Only calls.
+"""One optimizer step: micro-steps of forward and backward, then the update. This module only calls
+the parts.
 
 Only `result`, `evaluate` and `score` wait for the device. Values that vary between steps go to the
 device through the inbox, and measurements come back through results.
@@ -46,8 +47,9 @@ class Step:
         *,
         background: bool = False,
     ):
-        """options: normalized. placement: of these options. backend: see directions. background:
-        True if checkpoints are written while training goes on."""
+        """options: normalized. placement: made from these options. backend: see
+        halves/attention.directions. background: True if checkpoints are written while training goes
+        on."""
         self.dev, self.config, self.options = dev, config, options
         self.table = table_of(options.model, config, dev.mesh.size("shard"))
         loss = loss_class(options.optim)
@@ -75,7 +77,7 @@ class Step:
         self.snapshot = Snapshot(dev, self.stored_state()) if copies else None
 
     def _begin_period(self, placement: Placement) -> None:
-        """Make gradients and moments of the slabs that the placement trains."""
+        """Allocate gradients and moments of the slabs that the placement trains."""
         dev, options = self.dev, self.options
         self.grads = Gradients(
             dev, self.table, placement, self.inbox.scalars,
@@ -87,15 +89,15 @@ class Step:
     # -- a step ----------------------------------------------------------------------------------
 
     def turn(self, step: int) -> None:
-        """Train the blocks of this step's period from now on; a call of all ranks. Moments begin at
-        zero, and with gradients take the memory of the last period's. Nothing happens within a
-        period."""
+        """Train the blocks of this step's period from now on; all ranks call this method. Moments
+        begin at zero. Gradients and moments take the memory of the last period's. Nothing happens
+        within a period."""
         dev, optim, period = self.dev, self.options.optim, period_of(self.options.optim, step)
         if period == self._period:
             return
         self._period = period
         dev.synchronize()
-        dev.forget_graphs()  # which hold addresses
+        dev.forget_graphs()  # graphs hold addresses
         placement = place(self.options, self.table, dev.mesh.size("shard"), step=step)
         with ExitStack() as arenas:
             for name, arena in dev.arenas.items():
@@ -114,9 +116,9 @@ class Step:
         numbers: Sequence[int] | None = None,
     ) -> int:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
-        numbers: of the micro-batches, as in `rings.scalars_of`; None: 0 to --grad-accumulation - 1.
-        step counts from 0. lr is the learning rate of this step; grad_clip 0 switches clipping
-        off."""
+        numbers: the micro-batches' numbers, as in `rings.scalars_of`; None: 0 to
+        --grad-accumulation - 1. step: counts from 0. lr: learning rate of this step. grad_clip: 0:
+        no clipping. limits: above them the update is skipped."""
         self.turn(step)
         numbers = range(self.options.batch.grad_accumulation) if numbers is None else numbers
         final = len(numbers) - 1
@@ -129,7 +131,8 @@ class Step:
         return self.update(self.optimizer.rule.kind(step))
 
     def start(self) -> None:
-        """Before the first micro-step of an optimizer step."""
+        """Prepare statistics and scales; called before the first micro-step of an optimizer
+        step."""
         self.results.start(of_step=True)
         self.scales.start_step()
 
@@ -145,8 +148,8 @@ class Step:
         return ("micro_step", *key), partial(self._micro_step, *key)
 
     def calibrate(self) -> None:
-        """The first delayed scales, from an extra micro-step over the inbox; does nothing if scales
-        are known."""
+        """Find the first delayed scales with an extra micro-step over the inbox's batch; does
+        nothing if scales are known."""
         if self.scales.ready:
             return
         stale = self.weights.take_stale()
@@ -181,7 +184,7 @@ class Step:
         with self.dev.range("optimizer"):
             self.scales.finish_step(self.stats)
             self.results.take_waits()
-            if self.dev.mesh.index("replica") == 0:  # the others have the same sums
+            if self.dev.mesh.index("replica") == 0:  # the other replicas have the same sums
                 self.grads.norm_squared(self.stats)
             self.results.combine()
             global_norm.finish(self.dev, self.stats, self.scalars)
@@ -202,7 +205,7 @@ class Step:
         return self.result(self.results.post())
 
     def evaluate_batch(self, batch: Batch) -> None:
-        """Enqueue adding one batch's losses to the stats."""
+        """Enqueue an evaluation of one batch, which adds its losses to the statistics."""
         self.inbox.send(self.scalars_of(0, 0, 0.0, 0.0), batch, self.results)
         stale = self.weights.take_stale()
         key = ("evaluate", stale, self.scales.ready)
@@ -223,10 +226,10 @@ class Step:
         return self.dev.download(self.model.head.losses).reshape(self.inputs.targets.shape)
 
     def score_top_k(self, batch: Batch) -> np.ndarray:
-        """Largest log-probabilities behind each token, F32 (B, T, 2 k), see
+        """The k largest log-probabilities of the token behind each token, F32 (B, T, 2 k), see
         `ops.loss.distill.top_k`; needs a loss that reads k scores. Otherwise like `score`."""
         self.score(batch)
-        scores = self.inputs.named["scores"]  # its values have been read
+        scores = self.inputs.named["scores"]  # score() has read its values
         flat = scores.view(self.inputs.targets.size, scores.shape[-1])
         self.dev.graph(("top k",), partial(self.model.top_k, flat))
         return self.dev.download(scores)
@@ -241,8 +244,8 @@ class Step:
 
     @contextmanager
     def generating(self, sizes: dict[str, int]) -> Iterator[Generator]:
-        """A block in which the generator has the memory of activations, in turn with steps and
-        evaluations. sizes: of plan_generation, always the same."""
+        """Within the `with` block the generator has the memory of activations. sizes: the result of
+        plan_generation, always the same."""
         self.results.interrupt()
         self.dev.synchronize()
         if self._generator is None:

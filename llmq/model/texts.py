@@ -1,4 +1,5 @@
-"""Texts that a `Generator` continues: what is asked, what comes, and what it keeps of each."""
+"""Texts that a `Generator` continues: requests, results, and the generator's record of each
+text."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import numpy as np
 class Request(NamedTuple):
     """A text to be continued, and how.
 
-    prompt: ids, at least one. max_new_tokens: at most so many follow. temperature: 0: always the
-    likeliest token. top_k: only the k likeliest; 0: all. top_p: only the likeliest that have
-    together this probability. min_p: only those with at least this part of the likeliest one's.
-    repetition: logits of tokens that the text has are divided by it if positive, else multiplied.
-    seed: decides the choice, with the position of the token and its logits. stop: ids that end the
-    text.
+    prompt: token ids, at least one. max_new_tokens: most tokens that follow. temperature: divides
+    logits; 0: always the likeliest token. top_k: choose among the k likeliest tokens; 0: all.
+    top_p: choose among the likeliest tokens that together have this probability. min_p: least
+    probability of a token, as a part of the likeliest token's. repetition: positive logits of
+    tokens in the text are divided by this number, negative ones multiplied. seed: decides the
+    choice, with the token's position and logits. stop: ids that end the text.
     """
 
     prompt: Sequence[int]
@@ -32,9 +33,9 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The continuation of a text. ids: the new tokens, with the one of `stop` that ended it.
-    logprobs: F32, of each of them under the model, whatever temperature and limits chose it.
-    finish: "stop" or "length"."""
+    """The continuation of a text. ids: the new tokens, with the `stop` token that ended the text.
+    logprobs: F32 (new tokens,), log-probabilities under the model, at temperature 1 and without
+    limits. finish: "stop" or "length"."""
 
     ids: list[int]
     logprobs: np.ndarray
@@ -47,8 +48,8 @@ class Completion(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """The next token of a text. index: of its request. finish: as of Completion; None: the text
-    goes on."""
+    """The next token of a text. index: the request's. logprob: as in Completion. finish: as in
+    Completion; None: the text goes on."""
 
     index: int
     id: int
@@ -56,14 +57,14 @@ class NewToken(NamedTuple):
     finish: str | None
 
 
-# ------------------------------------------------------------------------------------------------
-# What a generator keeps of them
+# ------------------------------------------------------------------------------------------------ A
+# generator's record of its texts
 
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """A request and what it has so far. ids: with its prompt. blocks: the numbers of those that
-    hold its tokens. slot: its row of states; -1 while it waits."""
+    """A request and its text so far. ids: the prompt and the new tokens. blocks: numbers of the
+    blocks that hold the tokens. slot: the text's row of states; -1 while the text waits."""
 
     index: int
     request: Request
@@ -72,22 +73,22 @@ class Text:
     slot: int = -1
 
     def ends(self, length: int, positions: int) -> bool:
-        """Whether it ends with so many tokens, prompt included, whatever they are."""
+        """True if a text of this length, prompt included, has no room for more tokens."""
         return length - len(self.request.prompt) >= self.request.max_new_tokens or (
             length >= positions
         )
 
     def finish(self, new: int, positions: int) -> str | None:
-        """Its `finish` behind a new token, which `ids` has already; None: it goes on."""
+        """The text's `finish` after the token `new`, the last of `ids`; None: the text goes on."""
         if new in self.request.stop:
             return "stop"
         return "length" if self.ends(len(self.ids), positions) else None
 
 
 class Prompt(NamedTuple):
-    """A prompt whose tokens but the last are computed. blocks: numbers of the blocks with keys and
-    values of these tokens. ring: its number among prompts with rings. The latest prompt's states
-    lie in the row behind those of texts."""
+    """A computed prompt. ids: its tokens but the last. blocks: numbers of the blocks with these
+    tokens' keys and values. ring: the prompt's number among prompts with rings. The latest prompt's
+    states lie in the row behind the texts' rows."""
 
     ids: list[int]
     blocks: list[int]
@@ -95,7 +96,7 @@ class Prompt(NamedTuple):
 
 
 class FreeBlocks:
-    """The blocks that are free, and the number of users of each other one."""
+    """The numbers of free blocks, and the number of users of each other block."""
 
     def __init__(self, count: int):
         self._free = list(range(count))[::-1]
@@ -105,13 +106,13 @@ class FreeBlocks:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many blocks, which must be free."""
+        """Take `count` blocks; there must be as many free."""
         taken = [self._free.pop() for _ in range(count)]
         self.share(taken)
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more user of each of them."""
+        """Count one more user of each block."""
         for block in blocks:
             self._users[block] += 1
 
