@@ -3,16 +3,18 @@
     x -> qkv (-> norms of values, queries and keys) (-> rope) -> attention (-> sinks)
       (-> times sigmoid of gate) -> o -> out
 
-With gates the product has a gate's channels behind each query head; the product is scratch, and
-heads and gates are kept apart. Where keys are values, the product has no values, and is scratch,
-too. `operands` turns a tensor into an operand of products: fp8 codes and a scale, or the tensor
-itself. Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value
-heads. Heads may differ between layers (`HalfSpec.sizes["heads"]`). A layer that reads keys and
-values of an earlier layer (`HalfSpec.reads`) has queries alone in its product, which is scratch;
-the earlier layer copies its keys and values for later ones, and adds up their gradients.
+With gates the qkv product has a gate's channels behind each query head; the product is scratch, and
+heads and gates are kept apart. If values are copied from keys, the product has no values, and is
+scratch, too. `operands` turns a tensor into an operand of products: fp8 codes and a scale, or the
+tensor itself. Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads,
+value heads. Heads may differ between layers (`HalfSpec.sizes["heads"]`). A layer that reads keys
+and values of an earlier layer (`HalfSpec.reads`) has only queries in its product, which is scratch;
+the earlier layer copies its keys and values for later layers, and adds up the later layers'
+gradients.
 
 Ranks that divide sequences exchange tokens for heads behind the qkv product, and back in front of
-the o product (`HeadExchange`): rows between these are B*T of whole sequences, with a rank's heads.
+the o product (`HeadExchange`): rows between the two products are the B*T tokens of whole sequences,
+with a rank's heads.
 """
 
 from contextlib import ExitStack
@@ -42,24 +44,25 @@ from llmq.runtime.attention_parts import sees_all_before
 from llmq.runtime.device import Device
 
 # By the largest head size: share of visible pairs of query and key below which our backward is
-# faster than cuDNN's. cuDNN's takes as long with a window as without, ours a + b * share
+# faster than cuDNN's. A window does not shorten cuDNN's time; our time is a + b * share
 # (docs/decisions/kernels.md; measured at T = 1024: h100_attention.txt). Masked tiles at the
 # window's edges cost cuDNN more, and count less in longer sequences: the shares here are the
 # break-even points at T = 8192, lower than at T = 1024.
 NATIVE_BACKWARD = {64: 0.9, 128: 0.45}
-MEASURED = 90  # compute capability, times 10, where this was: nothing is left to time there
+MEASURED = 90  # compute capability, times 10, of the measured cards: no timing is needed there
 
 
 def directions(
     backend: str, head_dim: int, seq_len: int, window: int | None, capability: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Backends of forward and of backward; if there are several, Device.choose times them. Any
-    forward goes with any backward.
+    """The possible backends of forward, and of backward; Device.choose times several. Any forward
+    goes with any backward.
 
-    backend: "native" or "cudnn" in both directions, or "auto" if cuDNN supports the case. "auto" is
-    cuDNN, except backward in whole sequences on Hopper, and with a window that hides enough. On
-    cards that were not measured native is timed, too. window: positions that a query sees, its own
-    included; None: all. capability: compute capability times 10.
+    backend: "native" or "cudnn" in both directions, or "auto" if cuDNN supports the case. "auto"
+    means cuDNN, but native for backward in whole sequences on Hopper, and for backward with a
+    window that hides enough. On cards that were not measured, native is timed, too. window:
+    positions that a query sees, its own included; None: all. capability: compute capability times
+    10.
     """
     if backend != "auto":
         return (backend,), (backend,)
@@ -73,8 +76,8 @@ def directions(
 
 
 def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary | None]:
-    """RoPE of each layer for `positions` positions; None for layers without RoPE. Layers with the
-    same angles share a table."""
+    """The Rotary of each layer, with `positions` rows; None for layers without RoPE. Layers with
+    the same angles share a table."""
     tables: dict[tuple, Rotary] = {}
     lengths = None
     if config.query_growth is not None:
@@ -98,8 +101,9 @@ def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary
 
 
 class _Shared(NamedTuple):
-    """Keys and values of one layer for later ones, after norms and RoPE, and the sum of their
-    gradients in these: (rows, 2 * Hkv * Hd) each. last: number of the last of these layers."""
+    """Keys and values of one layer, after norms and RoPE, for later layers; and the sum of the
+    later layers' gradients: (rows, 2 * Hkv * Hd) each. last: index of the last layer that reads
+    them."""
 
     keys: Tensor
     gradient: Tensor
@@ -109,9 +113,9 @@ class _Shared(NamedTuple):
 class _Saved(NamedTuple):
     """Tensors of one layer that backward reads. qkv: (rows, Q), after qk_norm and RoPE. qk_raw:
     (rows, (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), wide (B, T, 2); None
-    without qk_norm. v_rstd: F32 (B, T, Hkv), None without value_norm. lse: F32 (B, Hq, T), of
-    attention. att: (rows, Hq*Hd). gate, att_gated: (rows, Hq*Hd), None without a gate; att_gated is
-    never kept."""
+    without qk_norm. v_rstd: F32 (B, T, Hkv), None without value_norm. lse: F32 (B, Hq, T), the
+    log-sum-exp of each query's scores. att: (rows, Hq*Hd). gate, att_gated: (rows, Hq*Hd), None
+    without a gate; att_gated is never kept."""
 
     qkv: Activation
     qk_raw: Activation | None
@@ -129,8 +133,8 @@ class _Saved(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm. att: (rows, Hq * Hd).
-    gate: the same, None without it."""
+    """Tensors of one pass. qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm. att:
+    (rows, Hq * Hd). gate: (rows, Hq * Hd), None without a gate."""
 
     qkv: Tensor
     qk_raw: Tensor | None
@@ -166,8 +170,8 @@ class AttentionHalf:
     # -- memory ----------------------------------------------------------------------------------
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """A product of codes that is computed again needs row-major codes of its input, so that the
-        input is computed again, too."""
+        """False also if backward repeats a product of codes: this needs the input's row-major
+        codes, so that the input is computed again, too."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -205,17 +209,17 @@ class AttentionHalf:
         )
 
     def _made_heads(self, layer: HalfLayer) -> tuple[int, int]:
-        """Heads of queries and of keys that the layer makes itself."""
+        """Numbers of query heads and of key heads that the layer computes itself."""
         query, kv, _ = self.batch.local_heads(layer.spec.sizes["heads"])
         return query, kv if layer.spec.reads is None else 0
 
     def _queries(self, layer: HalfLayer) -> int:
-        """Channels of queries in a row."""
+        """Number of the queries' channels in a row."""
         heads = self.batch.local_heads(layer.spec.sizes["heads"])
         return heads.query * heads.channels
 
     def _out_heads(self, layer: HalfLayer) -> list[HeadColumns]:
-        """The output's heads, of all ranks."""
+        """The columns of attention's output, with the heads of all ranks."""
         query, _, channels = layer.spec.sizes["heads"]
         return [HeadColumns(query, channels)]
 
@@ -223,7 +227,7 @@ class AttentionHalf:
         return [HeadColumns(layer.spec.sizes["heads"].query, 1)]
 
     def _product_heads(self, layer: HalfLayer) -> list[HeadColumns]:
-        """The heads of the qkv product, of all ranks."""
+        """The columns of the qkv product, with the heads of all ranks."""
         sizes = layer.spec.sizes
         query, kv, channels = sizes["heads"]
         keys = 0 if layer.spec.reads is not None else 2 - sizes["keys_as_values"]
@@ -269,7 +273,7 @@ class AttentionHalf:
         return temps.enter_context(self.dev.scratch("qkv product", shape, to.qkv.dtype))
 
     def _place_heads(self, ctx: LayerContext, product: Tensor, to: _Tensors) -> None:
-        """The heads that attention takes, of the qkv product."""
+        """Make the heads that attention takes from the qkv product."""
         layer, w, reads = ctx.layer, ctx.w, ctx.layer.spec.reads
         qkv = self._by_head(layer, to.qkv if reads is None else product)
         heads, rstd = self._made_heads(layer), layer.saved.v_rstd
@@ -327,7 +331,7 @@ class AttentionHalf:
             attend(self.dev, out, lse, qkv, *heads, mask)
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
-        """The output product's input (rows, Hq * Hd), of this rank's tokens."""
+        """The output product's input for this rank's tokens, (tokens, Hq * Hd)."""
         out = tensors.att
         if tensors.gate is not None:
             out = ctx.layer.saved.att_gated.place(self.dev, ctx.temps)
@@ -337,8 +341,8 @@ class AttentionHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
-        """x (rows, C), and att or att_gated as the output product's operand, last; None where no
-        gradient needs it."""
+        """x (rows, C); the pass's tensors; att or att_gated as the output product's operand. x and
+        the operand are None if no gradient needs them."""
         r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
         x = o_input = None
         if r.qkv or self.linear.needs_input(ctx, "qkv"):
@@ -362,7 +366,8 @@ class AttentionHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """inside: whether the gradient of queries, keys and values is wanted, for d_x or else."""
+        """inside: True if d_x or a weight before attention needs the gradient of queries, keys and
+        values."""
         dev, layer, (x, (qkv, qk_raw, att, gate), o_input) = self.dev, ctx.layer, inputs
         with ExitStack() as temps:
             d_qkv = d_gate = d_att = None
@@ -458,8 +463,9 @@ class AttentionHalf:
         return d_product, True
 
     def _add_key_gradients(self, temps: ExitStack, layer: HalfLayer, d_qkv: Tensor) -> Tensor:
-        """The gradient of what the layer makes itself, of d_qkv (rows, Q): that of keys and values
-        goes to the layer that makes them, where all later layers have added theirs."""
+        """The part of d_qkv (rows, Q) for the heads that the layer computes itself. A layer that
+        reads an earlier layer's keys and values adds their gradient to a sum; the earlier layer
+        adds that sum to its own gradient."""
         reads, first = layer.spec.reads, self._queries(layer)
         channels = d_qkv.shape[1] - first
         if reads is None:

@@ -4,12 +4,13 @@
                  -> b, a -> betas and decays --------^           ^
                  -> z -------------------------------------------+
 
-A row of NAME_in is (q, k, v, z, b, a), of Mamba-2 without b; NAME is delta or mamba. `operands`
-turns a tensor into an operand of products. States are F32, and 0 where a document begins.
+A row of NAME_in's product is (q, k, v, z, b, a), without b in Mamba-2; NAME is delta or mamba.
+`operands` turns a tensor into an operand of products. States are F32, and 0 where a document
+begins.
 
 Ranks that divide sequences exchange tokens for heads behind NAME_in, and back in front of NAME_o
-(`HeadExchange`): rows between these are B*T of whole sequences, with a rank's heads, whose sizes
-the tensors below have.
+(`HeadExchange`): rows between the two products are the B*T tokens of whole sequences. The sizes
+below count the rank's heads.
 """
 
 from contextlib import ExitStack
@@ -30,8 +31,8 @@ from llmq.ops.delta.delta_rule import Heads
 
 class _Saved(NamedTuple):
     """Tensors of one layer that backward reads. product: (rows, features of NAME_in). conv: (rows,
-    2K + V), behind the convolution. gates: F32 (B, T, 2, Hv), of the step, decays and betas. state:
-    (rows, V), read from the states. gated: (rows, V), never kept."""
+    2K + V), behind the convolution. gates: F32 (B, T, 2, Hv), decays and betas. state: (rows, V),
+    the vectors read from the states. gated: (rows, V), never kept."""
 
     product: Activation
     conv: Activation
@@ -41,7 +42,8 @@ class _Saved(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """product: (rows, features of NAME_in). conv: (rows, 2K + V). state: (rows, V)."""
+    """Tensors of one pass, named as in _Saved. product: (rows, features of NAME_in). conv: (rows,
+    2K + V). state: (rows, V)."""
 
     product: Tensor
     conv: Tensor
@@ -50,8 +52,8 @@ class _Tensors(NamedTuple):
 
 class DeltaHalf:
     """The delta nets of all layers. Scratch lives as long as `temps`. A subclass computes another
-    rule. name: in front of the names of weights and tensors. gate_parts: parts of delta_gates.
-    gate_first: of gated_norm."""
+    rule. name: prefix of the names of weights and tensors. gate_parts: number of gates, an argument
+    of delta_gates. gate_first: an argument of gated_norm."""
 
     name, rule, gate_parts, gate_first = "delta", delta_rule, 2, False
 
@@ -72,12 +74,13 @@ class DeltaHalf:
         own = (sizes.key_heads // self.parts, of_values // self.parts)
         self.heads = Heads(*own, sizes.key_dim, sizes.value_dim)
         self.of_gate = self.channels  # the first column of z in the product
-        # The first column of b and a, and further arguments of delta_gates.
+        # Arguments of delta_gates: the first column of b and a, the number of gates, the least
+        # step.
         self.of_gates = (self.channels + self.values, self.gate_parts, sizes.least_step)
         self.in_, self.o, self.norm = (f"{self.name}_{key}" for key in ("in", "o", "norm"))
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """Codes that are multiplied again are made of the input again, as attention's are."""
+        """False also if backward repeats a product of codes, as in attention."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -106,13 +109,13 @@ class DeltaHalf:
         return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
 
     def _own_weights(self, temps: ExitStack, ctx: LayerContext) -> LayerContext:
-        """The pass with the vectors of this rank's heads."""
+        """ctx with the rows of weight vectors for this rank's heads."""
         of_heads = self.vectors.items()
         own = {k: self.exchange.own_rows(temps, ctx.w[k], h) for k, h in of_heads if k in ctx.w}
         return ctx._replace(w=PartWeights(ctx.w | own))
 
     def _own_gradients(self, temps: ExitStack, ctx: LayerContext) -> LayerContext:
-        """The pass with the gradients of these vectors, which are complete behind `temps`."""
+        """ctx with gradients of these vectors, which are complete at the end of `temps`."""
         of_heads = self.vectors.items()
         own = {k: self.exchange.own_gradient(ctx.g[k], h) for k, h in of_heads if k in ctx.g}
         entered = {key: temps.enter_context(gradient) for key, gradient in own.items()}
@@ -123,7 +126,7 @@ class DeltaHalf:
         return ()
 
     def gradients_of_rule(self, g: PartGrads) -> tuple[Accumulator | None, ...]:
-        """Gradients of these arguments."""
+        """Gradients of of_rule's arguments."""
         return ()
 
     def norm_weight(self, w: PartWeights) -> Tensor:
@@ -144,7 +147,7 @@ class DeltaHalf:
         self.linear.forward(ctx, self.o, out, x, addend)
 
     def _convolve(self, ctx: LayerContext, tensors: _Tensors) -> None:
-        """Queries, keys and values, and the gates."""
+        """Compute queries, keys and values, and the gates."""
         layer, w = ctx.layer, ctx.w
         starts, before = self.starts, None
         if layer.cache is not None:  # where texts begin the state is 0
@@ -165,7 +168,7 @@ class DeltaHalf:
             self.rule.forward(self.dev, out, *inputs, state=layer.cache["state"])
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
-        """The output product's input, of this rank's tokens."""
+        """The output product's input for this rank's tokens, (tokens, V)."""
         out = ctx.layer.saved.gated.place(self.dev, ctx.temps)
         gated_norm.forward(
             self.dev, out, tensors.state, tensors.product, self.norm_weight(ctx.w), self.eps,
@@ -176,8 +179,8 @@ class DeltaHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
-        """x (rows, C), and what is gated as the output product's operand, last; None where no
-        gradient needs it."""
+        """x (rows, C); the pass's tensors; `gated` as the output product's operand. x and the
+        operand are None if no gradient needs them."""
         r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
         ctx = self._own_weights(ctx.temps, ctx)
         x = o_input = None
@@ -239,7 +242,8 @@ class DeltaHalf:
     def _back_through_states(
         self, ctx: LayerContext, temps: ExitStack, tensors: _Tensors, d_in: Tensor, d_state: Tensor
     ) -> None:
-        """The gradients of queries, keys, values and gates in d_in, and of what makes them."""
+        """Compute the columns of d_in for queries, keys, values and gates, and the gradients of the
+        weights between NAME_in and the states."""
         dev, w, g, gates = self.dev, ctx.w, ctx.g, ctx.layer.saved.gates
         d_conv = scratch_like(dev, temps, f"d_{self.name}_conv", tensors.conv)
         with ExitStack() as second:
@@ -261,7 +265,7 @@ class DeltaHalf:
 
 
 class MambaHalf(DeltaHalf):
-    """The state spaces of all layers, as Mamba-2 has them: C, B and x are queries, keys and
+    """The state-space halves of all layers (Mamba-2), whose C, B and x are queries, keys and
     values."""
 
     name, rule, gate_parts, gate_first = "mamba", ssd, 1, True

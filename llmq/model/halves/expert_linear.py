@@ -4,8 +4,8 @@
     d_h = d_y @ (scale * B)        d_x = d_y @ W + d_h @ A
     d_B = scale * d_y^T @ h        d_A = d_h^T @ x
 
-With two parts, up and gate, both A lie below each other, and each part of B has columns of its own,
-as in `ops/product/adapter.py`. Backward computes h again, a small product.
+If a matrix has two parts, up and gate, A has the rows of both parts' A, and B has columns for each
+part, as in `ops/product/adapter.py`. Backward computes h again, a small product.
 """
 
 from contextlib import ExitStack
@@ -35,14 +35,14 @@ class ExpertLinear:
         every = adapted_in_layers(shared.config, adapters) if adapters is not None else ()
         self._adapted = {(layer, m.key): m for layer, m in every if m.groups > 1}
         widest = max((m.rank * _parts_of(m) for m in self._adapted.values()), default=0)
-        if widest:  # one matrix at a time: its gradients follow its input's
+        if widest:  # all matrices share it
             dtype = shared.operands.dtype
             self._d_hidden = self.dev.alloc(
                 "d_expert_hidden", (rows * widest,), dtype, "Activations"
             )
 
     def forward(self, ctx: LayerContext, key: str, y: Tensor, x: Operand) -> None:
-        """y (R, out), of x (R, in), with a bias if there is one."""
+        """Compute y (R, out) from x (R, in), with the bias if there is one."""
         w, starts, adapters = ctx.w, ctx.layer.saved.starts, None
         a, b = w.adapters(key)
         with ExitStack() as temps:
@@ -57,7 +57,7 @@ class ExpertLinear:
             )  # fmt: skip
 
     def input_gradient(self, ctx: LayerContext, key: str, d_x: Tensor | None, d_y: Operand) -> None:
-        """d_x (R, in), if it is wanted, from d_y (R, out)."""
+        """Compute d_x (R, in), unless None, from d_y (R, out)."""
         (a, b), starts, adapters = ctx.w.adapters(key), ctx.layer.saved.starts, None
         if a is not None:
             d_h = self._d_hidden_of(ctx, key, tensor_of(d_y))
@@ -76,8 +76,8 @@ class ExpertLinear:
         return key in ctx.g or ctx.g.adapters(key)[0] is not None
 
     def weight_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, x: Tensor) -> None:
-        """Wanted gradients of the matrix and its adapters; call behind input_gradient. If x is
-        forward's input times weights, d_y has no weights."""
+        """Compute the wanted gradients of the matrix and its adapters; call after input_gradient.
+        The experts' weights may be factors of x instead of d_y."""
         g, starts = ctx.g, ctx.layer.saved.starts
         if key in g:
             grouped_gradient(self.dev, g[key], d_y, x, starts)
@@ -101,8 +101,8 @@ class ExpertLinear:
                 reduce.sum_parts(self.dev, d_b, [part])
 
     def bias_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, *weighed: Tensor) -> None:
-        """Gradients of biases, if wanted. weighed: weights and order of rows, if d_y has no
-        weights."""
+        """Compute the gradients of biases, if wanted. weighed: weights and order of the rows, if
+        d_y is not yet multiplied by the weights."""
         d, starts = ctx.g.bias(key), ctx.layer.saved.starts
         if d is not None:
             d = d._replace(tensor=d.tensor.view(starts.size - 1, d_y.shape[1]))
@@ -113,7 +113,8 @@ class ExpertLinear:
         return self._d_hidden.rows(0, prod(shape)).view(*shape)
 
     def _hidden_memory(self, temps: ExitStack, x: Tensor, experts: Tensor) -> Tensor:
-        """Scratch of h (R, n * rank), for n parts of each expert's matrix. experts: all A."""
+        """Scratch for h (R, n * rank), for n parts of each expert's matrix. experts: all A, (E, n *
+        rank, in)."""
         shape = (x.shape[0], experts.shape[1])
         return temps.enter_context(self.dev.scratch("expert_hidden", shape, x.dtype))
 

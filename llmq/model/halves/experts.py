@@ -3,20 +3,21 @@
     x -> router -> the experts of each row, and their weights
     x -> gather -> experts_up -> swiglu -> experts_down -> combine -> out
 
-In the place of swiglu, paired experts have clamped_swiglu, and biases behind all three products;
-experts without gates have the activation of MLPs.
+Paired experts have clamped_swiglu instead of swiglu, and biases in all three products. Experts
+without gates have the activation of MLPs.
 
-The rows of a micro-batch, `active` of each of its S, are sorted by their expert: R = S * active
-rows, of which each expert multiplies those of its own. No row is dropped, and no shape depends on
-the routing. The router's decisions are kept from forward to backward, whatever else is computed
-again: they are a few bytes of each row.
+Each of a micro-batch's S rows has `active` experts. The R = S * active pairs of row and expert are
+sorted by expert, and each expert multiplies its pairs' rows. No row is dropped, and no shape
+depends on the routing. The router's decisions, a few bytes of each row, are always kept from
+forward to backward.
 
 A row's weight multiplies the output of `experts_down`, but backward does not read that output:
 
     d_act = weight * (d_out @ experts_down)        d_weight = act . (d_out @ experts_down)
                                                               + d_out . bias
 
-The kernel of act's gradient computes act again, so that only paired experts keep act.
+The kernel of act's gradient computes act again. Only experts for which it does not, such as paired
+experts, may keep act.
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -44,10 +45,11 @@ from llmq.ops.quantize.fp8_scale import abs_max
 
 class _Saved(NamedTuple):
     """Tensors of one layer that backward reads. router_logits: F32 (S, E). chosen: I32 (S, K), the
-    experts of a row. weights: F32 (S, K), of these. order: I32 (R,), the row and choice s * K + k
-    that each sorted row is. place: I32 (S, K), the sorted row of each choice. starts: I32 (E+1,),
-    where each expert's rows begin. up: (R, 2F). act: (R, F). shared: of the shared expert.
-    unscaled: F32 (S, K), weights without trained factors of experts; None without such factors."""
+    K experts of each row. weights: F32 (S, K), these experts' weights. order: I32 (R,), s * K + k
+    for each sorted row, which is row s at its k-th expert. place: I32 (S, K), the sorted row of
+    each choice. starts: I32 (E+1,), the first sorted row of each expert. up: (R, 2F). act: (R, F).
+    shared: tensors of the shared expert. unscaled: F32 (S, K), weights without trained factors of
+    experts; None without such factors."""
 
     router_logits: Tensor
     chosen: Tensor
@@ -62,7 +64,7 @@ class _Saved(NamedTuple):
 
 
 class ExpertsHalf:
-    """The experts of all layers that have some."""
+    """The halves of all layers with experts."""
 
     def __init__(self, shared: ModelContext):
         self.dev, self.routers = shared.dev, Linear(shared.dev)
@@ -70,7 +72,7 @@ class ExpertsHalf:
         config, experts, self.operands = shared.config, shared.config.experts, shared.operands
         self.eps, self.gelu = config.norm_eps, config.activation == "geglu"
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
-        if config.arch.beside_mlp:  # of the router's own norm
+        if config.arch.beside_mlp:  # the router's norm has a factor of its own
             self.routers.alpha = config.hidden_size**-0.5
         self.clamp = None if experts.alpha is None else (experts.alpha, experts.limit)
         rows = shared.options.batch.micro_tokens * experts.active
@@ -127,7 +129,8 @@ class ExpertsHalf:
             self.shared.forward(ctx, x)
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Tensor, Tensor | None]:
-        """x (S, C), None where no gradient needs it; up (R, 2F); of a shared expert (S, 2Fs)."""
+        """x (S, C), None if no gradient needs it; up (R, 2F); the shared expert's up (S, 2Fs) or
+        None."""
         computed, shared, x, shared_up = ctx.layer.recompute.ffn, self.shared, None, None
         up = ctx.layer.saved.up.place(self.dev, ctx.temps)
         trained = "router" in ctx.g or self.linear.trains(ctx, "experts_up")
@@ -146,7 +149,7 @@ class ExpertsHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Leaves nothing out; overwrites up."""
+        """Ignores `inside`; overwrites up."""
         layer, kept, (x, up, shared_up) = ctx.layer, ctx.layer.saved, inputs
         if self.shared is not None:
             self.shared.backward(ctx, x, shared_up, d_out, d_x)
@@ -179,7 +182,7 @@ class ExpertsHalf:
             self._backward_router(ctx, x, d_out, d_weights, d_x)
 
     def _activate(self, up: Tensor, to: OutBuffers) -> None:
-        """Write the activation (R, F) of up (R, 2F), clamped or not, or (R, F), to its buffers."""
+        """Write the activation (R, F) of up, (R, 2F) or without gates (R, F), to its buffers."""
         if self.clamp is None:
             self.activation[0](self.dev, to.tensor, up, abs_max=to.abs_max, fp8=to.fp8)
             return
@@ -212,7 +215,9 @@ class ExpertsHalf:
         up: Tensor,
         to: OutBuffers,
     ) -> None:
-        """d_act is without weights; act (None: not wanted) becomes forward's with weights."""
+        """Write up's gradient to `to`, and the gradient of the experts' weights to d_weights.
+        d_act: (R, F), not multiplied by weights. act: becomes forward's act times weights; None:
+        not wanted."""
         dev, weights = self.dev, kept.weights
         if self.clamp is None and self.gated:
             swiglu.weighted_backward(
@@ -234,7 +239,8 @@ class ExpertsHalf:
     def _backward_up(
         self, ctx: LayerContext, x: Tensor | None, d_up: Operand, d_x: Tensor | None
     ) -> None:
-        """d_x, if it is wanted: with a shared expert, it is added to what is there."""
+        """Compute experts_up's gradients and, unless None, d_x (S, C). With a shared expert, add to
+        d_x."""
         dev, kept = self.dev, ctx.layer.saved
         with ExitStack() as temps:
             d_rows = d_x and temps.enter_context(self._sorted("d_expert_x", kept, d_x))
@@ -257,7 +263,7 @@ class ExpertsHalf:
         d_weights: Tensor,
         d_x: Tensor | None,
     ) -> None:
-        """Adds to d_x, if it is wanted."""
+        """Compute the router's gradients, and add the router's part to d_x unless it is None."""
         dev, layer, w, g, logits = self.dev, ctx.layer, ctx.w, ctx.g, ctx.layer.saved.router_logits
         balance = self.balance
         how = self.scores | {"factors": balance.factors, "targets": balance.targets}
@@ -284,8 +290,8 @@ class ExpertsHalf:
             dev.zero(correction.tensor)
 
     def _router_input(self, temps: ExitStack, ctx: LayerContext) -> Tensor:
-        """Input (S, C) of a router with a norm of its own: the stream behind that norm, whose
-        statistics are those of the norm in front of the half."""
+        """Input (S, C) of a router with a norm of its own: the normed stream. The router's norm has
+        the same statistics as the norm in front of the half."""
         stream, rstd = ctx.layer.norm.stream, ctx.layer.norm.stats.rstd
         z = scratch_like(self.dev, temps, "router_input", stream)
         norm.post(self.dev, z, rstd, stream, None, ctx.w["router_norm"], self.eps)
@@ -319,7 +325,8 @@ class ExpertsHalf:
     def _multiply_down(
         self, ctx: LayerContext, temps: ExitStack, up: Tensor, act: OutBuffers
     ) -> None:
-        """The experts' output of up (R, 2F). act: buffers of the activation (R, F), of `temps`."""
+        """Write the half's output from up (R, 2F). act: buffers for the activation (R, F), which
+        live as long as `temps`."""
         kept, out = ctx.layer.saved, ctx.layer.out.out
         self._activate(up, act)
         operand = self.operands.finalize(temps, act)
@@ -330,8 +337,8 @@ class ExpertsHalf:
     def _gathered(
         self, temps: ExitStack, kept: _Saved, name: str, x: Operand, *, whole: bool = True
     ) -> Operand:
-        """The sorted rows of x, scratch of `temps`. whole: False: of codes no
-        tensor beside them."""
+        """The rows of x (S, n) by expert, (R, n), scratch of `temps`. whole: False: if x has codes,
+        only codes."""
         codes = rows = None
         if isinstance(x, Fp8):
             codes = temps.enter_context(self._sorted(f"{name}.q", kept, x.codes))
@@ -345,5 +352,5 @@ class ExpertsHalf:
         return Fp8(source=rows, codes=codes, transposed=None, scale=x.scale)
 
     def _sorted(self, name: str, kept: _Saved, like: Tensor) -> AbstractContextManager[Tensor]:
-        """Scratch of R rows as wide as another tensor."""
+        """Scratch (R, n) for `like` (S, n)."""
         return self.dev.scratch(name, (kept.order.size, like.shape[1]), like.dtype)

@@ -25,9 +25,9 @@ from llmq.runtime.device import Device
 class ModelContext(NamedTuple):
     """Objects that all halves of a model share. norms: the norms in front of halves, in forward and
     again in backward. backend: attention's, see halves/attention.directions. rope_tables: by layer,
-    see halves/attention.rope_tables. inputs: the micro-step's. balance: losses of experts' routers;
-    None if nothing is trained. layer_inputs: vectors of all layers (rows, L*P), see `per_layer.py`;
-    None without per-layer embeddings."""
+    see halves/attention.rope_tables. inputs: the micro-step's inputs. balance: losses of experts'
+    routers; None without experts or training. layer_inputs: (rows, L*P), the vectors that all
+    layers add, see `per_layer.py`; None without per-layer embeddings."""
 
     dev: Device
     config: ModelConfig
@@ -48,7 +48,8 @@ class Half(Protocol):
     def __init__(self, shared: ModelContext): ...
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """True if backward may read forward's input; False if it computes the input again."""
+        """True if backward may read the half's kept input; False if backward computes the input
+        again."""
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
         """Keys of the matrices whose products backward computes again."""
@@ -58,7 +59,7 @@ class Half(Protocol):
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
         """Write ctx.layer.out from x (rows, C). With ctx.layer.cache, read the earlier tokens'
-        state there, and add that of x."""
+        keys, values or states there, and store those of x."""
 
     def recompute(self, ctx: LayerContext) -> Any:
         """The tensors that backward reads, kept or computed again. If the whole block is computed

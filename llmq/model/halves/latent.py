@@ -5,11 +5,11 @@
                  -> key with RoPE ----------------+
 
 Attention's kernels take heads of one size: zeros pad the shorter heads. A head of queries or keys
-is [P channels with RoPE | N without]. Backward computes the norms of latents again.
+is [P channels with RoPE | N channels without]. Backward computes the norms of latents again.
 
 Generation caches one row [normed latent (R) | key with RoPE (P)] of each token for all heads. A
-head's matrix of keys K multiplies the query, and the matrix of values V attention's output, so that
-keys and values of single heads are never computed (the absorbed form):
+head's matrix of keys K multiplies the query, and its matrix of values V multiplies attention's
+output, so that keys and values of single heads are never computed (the absorbed form):
 
     q . (K c) = (K^T q) . c            sum of p (V c) = V (sum of p c)
 
@@ -36,10 +36,10 @@ from llmq.ops.experts.grouped import grouped_matmul
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. latents: (rows, Rq + R + P), or with the queries in
-    the place of Rq. qkv: (rows, 3 H Hd), after RoPE. lse: F32 (B, H, T). att: (rows, H V).
-    q_latent: (rows, Rq), None without a latent for queries, and kv_latent: (rows, R), after their
-    norms; scratch."""
+    """Tensors of one layer that backward reads. latents: (rows, Rq + R + P); without a latent for
+    queries, the queries take the place of Rq. qkv: (rows, 3 H Hd), after RoPE. lse: F32 (B, H, T).
+    att: (rows, H V). q_latent: (rows, Rq), None without a latent for queries. kv_latent: (rows, R).
+    Both are normed, and scratch."""
 
     latents: Activation
     qkv: Activation
@@ -67,12 +67,12 @@ class LatentHalf:
         its = self.its
         self.of_latent = its.query_rank or self.H * its.keys  # first column of the latent for keys
         self.columns = self.of_latent + its.rank + its.rotary
-        self.head_starts = self.identity = None  # of passes that continue texts
+        self.head_starts = self.identity = None  # made for passes that continue texts
 
     # -- memory ----------------------------------------------------------------------------------
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """A product of codes that is computed again needs the codes of its input again."""
+        """False also if backward repeats a product of codes, as in attention."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -114,11 +114,12 @@ class LatentHalf:
         heads.copy(self.dev, out, x, self.rows, 1, size, *places)
 
     def _packed(self, kind: int, channel: int = 0) -> Place:
-        """Heads in qkv. kind: 0, 1 or 2, of queries, keys and values. channel: the first one."""
+        """The place of heads in qkv. kind: 0 for queries, 1 for keys, 2 for values. channel: the
+        first channel of each head."""
         return Place(kind * self.H * self.Hd + channel, 3 * self.H * self.Hd, self.Hd)
 
     def _of_kv(self) -> tuple[Place, Place]:
-        """Keys and values in the product of kv_b."""
+        """The places of keys and of values in the product of kv_b."""
         keys, values = self.H * self.its.plain, self.H * self.its.values
         row = keys + values
         return Place(0, row, self.its.plain), Place(keys, row, self.its.values)
@@ -128,7 +129,8 @@ class LatentHalf:
         return 0 if name == "q_latent" else self.of_latent
 
     def _rotate(self, x: Tensor, queries: int, keys: int) -> None:
-        """RoPE of heads (rows, n * Hd), in place."""
+        """Apply RoPE in place to x (rows, n * Hd), whose first heads are `queries` query heads,
+        then `keys` key heads."""
         rope.forward(
             self.dev, self._by_head(x), self.turn.table, queries, keys, self.starts,
             self.turn.channels,
@@ -160,7 +162,8 @@ class LatentHalf:
     def _norm_latent(
         self, ctx: LayerContext, temps: ExitStack, latents: Tensor, name: str, out: OutBuffers
     ) -> tuple[Tensor, Stats]:
-        """The latent (rows, R) without norm, and its statistics; scratch of `temps`."""
+        """Write the normed latent to `out`. Returns the latent (rows, R) without norm, and its
+        statistics, in scratch of `temps`."""
         shape = getattr(ctx.layer.saved, name).shape
         raw = self._scratch(temps, f"{name} raw", *shape)
         self._columns(raw, 0, latents, self._first(name), shape[1])
@@ -179,7 +182,7 @@ class LatentHalf:
         return q
 
     def _expand(self, ctx: LayerContext, latents: Tensor, qkv: Tensor) -> None:
-        """qkv (rows, 3 H Hd) of latents."""
+        """Compute qkv (rows, 3 H Hd) from latents."""
         its = self.its
         if its.keys != its.values:
             self.dev.zero(qkv)
@@ -213,7 +216,7 @@ class LatentHalf:
     # -- texts that are continued ------------------------------------------------------------------
 
     def _attend_to_latents(self, ctx: LayerContext, latents: Tensor, att: Tensor) -> None:
-        """att (rows, H V), from the cache, which gets the rows of this pass's tokens first."""
+        """Store this pass's rows in the cache, and compute att (rows, H V) from the cache."""
         its, H, rows, dev = self.its, self.H, self.rows, self.dev
         R, P, N, V = its.rank, its.rotary, its.plain, its.values
         table = [ctx.layer.cache[name] for name in ("table", "lengths", "new")]
@@ -246,8 +249,8 @@ class LatentHalf:
             self._copy(att, _side_by_side(att, H), made, Place(0, V, rows * V), V)
 
     def _rotated(self, ctx: LayerContext, temps: ExitStack, latents: Tensor) -> Tensor:
-        """Queries after RoPE, and P channels of the shared key in a last head: (rows, (H + 1)
-        Hd)."""
+        """The queries and, as the P first channels of one more head, the shared key, both after
+        RoPE: (rows, (H + 1) Hd)."""
         x = self._scratch(temps, "rotated", self.rows, (self.H + 1) * self.Hd)
         with ExitStack() as inner:
             q = self._queries(ctx, inner, latents)
@@ -259,8 +262,9 @@ class LatentHalf:
         return x
 
     def _of_heads(self, ctx: LayerContext, temps: ExitStack) -> tuple[Tensor, Tensor, bool]:
-        """Matrices of keys (H, N, R) and of values (H, V, R) of each head, and False. With codes or
-        adapters, the product of kv_b and the identity has them as (H, R, N) and (H, R, V): True."""
+        """The heads' matrices of keys (H, N, R) and of values (H, V, R), and False. With codes or
+        adapters they are computed as kv_b's product with the identity: (H, R, N), (H, R, V), and
+        True."""
         its, H, w = self.its, self.H, ctx.w["kv_b"]
         sizes, count = (its.plain, its.values), H * its.plain
         if isinstance(w, Tensor) and ctx.w.adapters("kv_b")[0] is None:
@@ -308,7 +312,7 @@ class LatentHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """inputs: as of recompute. The rest as in attention.py."""
+        """inputs: the result of recompute. Other arguments: as in attention.py."""
         dev, (x, latents, qkv, att, o_input) = self.dev, inputs
         with ExitStack() as temps:
             d_qkv = d_att = None
@@ -356,7 +360,8 @@ class LatentHalf:
     def _backward_latents(
         self, ctx: LayerContext, latents: Tensor, d_qkv: Tensor, d_latents: Tensor
     ) -> None:
-        """d_latents (rows, Rq + R + P), from d_qkv (rows, 3 H Hd) in front of RoPE."""
+        """Compute d_latents (rows, Rq + R + P) and the weights' gradients from d_qkv (rows, 3 H
+        Hd), the gradient in front of RoPE."""
         its, Q = self.its, self.H * self.its.keys
         with ExitStack() as temps:
             d_q = d_latents
@@ -384,7 +389,8 @@ class LatentHalf:
         d_out: Tensor,
         d_latents: Tensor,
     ) -> None:
-        """The gradients of a latent's product and norm, and the latent's columns of d_latents."""
+        """Compute the gradients of a latent's product and norm, and the latent's columns of
+        d_latents."""
         w, g, norm = ctx.w, ctx.g, f"{name}_norm"
         with ExitStack() as temps:
             out = self.operands.buffers_again(temps, getattr(ctx.layer.saved, name), product=False)
@@ -403,5 +409,5 @@ class LatentHalf:
 
 
 def _side_by_side(x: Tensor, count: int) -> Place:
-    """The heads of a matrix that has nothing else."""
+    """The place of heads in a matrix (rows, count * channels) without other columns."""
     return Place(0, x.shape[1], x.shape[1] // count)

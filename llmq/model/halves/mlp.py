@@ -69,12 +69,12 @@ class MlpHalf:
         self.linear.forward(ctx, "down", out, act, addend)
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Result]:
-        """x (rows, C), None where no gradient needs it, and mlp_up."""
+        """x (rows, C), None if no gradient needs it; and mlp_up."""
         kept, again, x = ctx.layer.saved.mlp_up, ctx.layer.recompute.ffn, None
         up = self.operands.result_again(kept.tensor_id, kept.place(self.dev, ctx.temps))
         if again or self.linear.needs_input(ctx, "up"):
             x = self.norms.recompute(ctx, product=again)
-        if again:  # with the bits that it had with the activation behind it
+        if again:  # the same bits as forward's product with the activation
             alone = Activated(name=self.activation, to=None)
             self.linear.forward(ctx, "up", up, x, epilogue=alone)
         if ctx.layer.made_again:
@@ -88,8 +88,8 @@ class MlpHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """d_out: gradient of the half's output (rows, C). Overwrites d_x (rows, C); inside: always
-        so. inputs: of recompute; overwrites mlp_up unless it is codes."""
+        """d_out: gradient of the half's output (rows, C). Overwrites d_x (rows, C). inputs: the
+        result of recompute; overwrites mlp_up unless it is codes. Ignores `inside`."""
         (x, up), operands, saved = inputs, self.operands, ctx.layer.saved
         with ExitStack() as temps:
             d_up = self._up_gradient_buffers(temps, ctx, up)  # (rows, 2F)
@@ -111,7 +111,7 @@ class MlpHalf:
             self.linear.weight_gradients(ctx, "up", d_up, x)
 
     def _up_gradient_buffers(self, temps: ExitStack, ctx: LayerContext, up: Result) -> OutBuffers:
-        """Buffers of mlp_up's gradient: mlp_up's memory, unless it holds codes, which are too
+        """Buffers for mlp_up's gradient: mlp_up's memory, unless this holds codes and is too
         small."""
         saved, bias = ctx.layer.saved.mlp_up, ctx.g.bias("up") is not None
         out = up

@@ -71,7 +71,7 @@ class MlpAndExpertsHalf:
         branch = self._again.get(name) if part.made_again else None
         if branch is None:
             branch = layer.alloc(f"{name}_branch", *layer.norm.stream.shape)
-        if part.made_again:  # all such layers share it
+        if part.made_again:  # all recomputed layers share the branch
             self._again[name] = branch
         part.out = HalfOut(branch)
         post = "ln2_mlp_post" if name == "mlp" else "ln2_experts_post"
@@ -90,8 +90,8 @@ class MlpAndExpertsHalf:
             residual = out
 
     def recompute(self, ctx: LayerContext) -> list[Any]:
-        """Return the tensors that both need. The MLP comes first: its norm makes the stream again
-        where a whole block is computed again."""
+        """Return the tensors that backward of each part needs. The MLP comes first: if the whole
+        block is computed again, the MLP's norm makes the stream again."""
         mlp, experts = ctx.layer.saved
         of_mlp = self.halves[0].recompute(ctx._replace(layer=mlp.layer))
         inner = ctx._replace(layer=experts.layer, before=None)
@@ -100,7 +100,8 @@ class MlpAndExpertsHalf:
     def backward(
         self, ctx: LayerContext, inputs: list, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """The experts come first: d_x may be the memory of d_out, and is the MLP's."""
+        """The experts come first, because the MLP overwrites d_x, which may be the memory of
+        d_out."""
         (mlp, experts), stream, d_stream = ctx.layer.saved, ctx.layer.norm.stream, ctx.d_stream
         key = experts.layer.spec.norm
         with ExitStack() as temps:
@@ -122,7 +123,8 @@ class MlpAndExpertsHalf:
         d_out: Tensor,
         d_x: Tensor | None,
     ) -> None:
-        """d_x (rows, C) of a part's input, from d_out (rows, C) behind its norm."""
+        """Compute d_x (rows, C), the gradient of a part's input, from d_out (rows, C), the gradient
+        behind the part's output norm."""
         with ExitStack() as temps:
             d_branch = scratch_like(self.dev, temps, f"d_{part.layer.spec.name}_branch", d_out)
             to = self.operands.measured(part.layer.out_id, d_branch)

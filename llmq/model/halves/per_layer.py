@@ -1,10 +1,11 @@
-"""Vectors that each layer has of each token, and the half that adds them: Gemma 4's E2B and E4B.
+"""A vector for each layer and token, and the half that adds it to the stream: Gemma 4's E2B and
+E4B.
 
     inputs = norm(C^-1/2 * per_layer_in @ x) + P^1/2 * table[token]       x: the embedding
     x -> per_layer_gate -> gelu -> times the layer's inputs -> per_layer_out -> out
 
-The half has no norm in front of it. P: channels of a layer's vectors. All of a micro-step are one
-tensor; backward turns a layer's columns of it into their gradient.
+The half has no norm in front of it. P: channels of a layer's vectors. One tensor has the vectors of
+all layers; backward turns a layer's columns into their gradient.
 """
 
 from contextlib import ExitStack
@@ -26,7 +27,8 @@ from llmq.runtime.device import Device
 
 
 class PerLayerInputs:
-    """inputs: (rows, L*P), of all layers. rstd: F32 (rows*L,), of their norm."""
+    """The vectors of all layers. inputs: (rows, L*P). rstd: F32 (rows*L,), statistics of the
+    vectors' norm."""
 
     BLOCKS = ("per_layer_table", "per_layer")
 
@@ -45,7 +47,7 @@ class PerLayerInputs:
         return self.inputs.view(*tokens.shape, self.inputs.shape[1])
 
     def forward(self, x: Tensor, tokens: Tensor, w: PartWeights) -> None:
-        """inputs of x (rows, C), the embeddings of tokens (B, T)."""
+        """Compute inputs from x (rows, C), the embeddings of tokens (B, T)."""
         dev, scale, (weight, eps) = self.dev, self.P**0.5, (w["per_layer_norm"], self.eps)
         out, table = self._by_token(tokens), w["per_layer_table"]
         embedding.forward(dev, out, tokens, table, None, scale=scale)
@@ -57,11 +59,12 @@ class PerLayerInputs:
     def backward(
         self, d_x: Tensor, x: Tensor, tokens: Tensor, w: PartWeights, g: PartGrads
     ) -> None:
-        """Adds to d_x (rows, C). inputs: their gradient."""
+        """Add to d_x (rows, C), and compute weights' gradients. `inputs` holds its own gradient by
+        now."""
         dev, table, shape = self.dev, g.get("per_layer_table"), self.inputs.shape
         if table is not None:
             if not table.accumulate:
-                dev.zero(table.tensor)  # rows of tokens that do not occur
+                dev.zero(table.tensor)  # for the rows of tokens that do not occur
             of_rows = (table._replace(accumulate=True), self._by_token(tokens), tokens)
             padding, vocab = self.config.padding_row, self.config.padded_vocab
             embedding.backward(dev, *of_rows, self.P**0.5, padding, 0, vocab)
@@ -88,7 +91,7 @@ class _Saved(NamedTuple):
 
 
 class PerLayerHalf:
-    """The halves of all layers that add their vectors. Scratch lives as long as `temps`."""
+    """The halves that add the vectors, in all layers. Scratch lives as long as `temps`."""
 
     def __init__(self, shared: ModelContext):
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear

@@ -1,4 +1,4 @@
-"""The expert that every token meets beside those that its router chooses, behind a gate or not.
+"""The shared expert, which every token meets beside its chosen experts, with or without a gate.
 
     x -> shared_up -> swiglu|relu2 (-> * sigmoid(x @ shared_gate)) -> shared_down -> added to out
 
@@ -24,7 +24,7 @@ from llmq.ops.pointwise.elementwise import add
 from llmq.ops.product.matmul import matmul
 from llmq.ops.product.product import ACTIVATIONS
 
-_SIGMOID = {"kind": "sigmoid"}  # of a router with one expert
+_SIGMOID = {"kind": "sigmoid"}  # the gate is a router with one expert
 
 
 class SharedKept(NamedTuple):
@@ -38,7 +38,7 @@ class SharedKept(NamedTuple):
 
 
 class SharedExpert:
-    """The shared experts of all layers, of S rows of the stream."""
+    """The shared experts of all layers. S: rows of the stream."""
 
     def __init__(self, shared: ModelContext):
         self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
@@ -66,7 +66,7 @@ class SharedExpert:
         )
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        """Adds to layer.out, from x (S, C)."""
+        """Add the shared expert's output for x (S, C) to layer.out."""
         dev, kept, out = self.dev, ctx.layer.saved.shared, ctx.layer.out.out
         if self.gated:
             matmul(dev, kept.gate_logits, tensor_of(x), ctx.w["shared_gate"], trans_b=True)
@@ -98,7 +98,7 @@ class SharedExpert:
     def backward(
         self, ctx: LayerContext, x: Operand | None, up: Tensor, d_out: Tensor, d_x: Tensor | None
     ) -> None:
-        """d_x (S, C), if it is wanted, and the weights' gradients; overwrites up."""
+        """Compute d_x (S, C), unless None, and the weights' gradients; overwrites up."""
         dev, linear, operands = self.dev, self.linear, self.operands
         layer, kept, gate = ctx.layer, ctx.layer.saved.shared, ctx.w.get("shared_gate")
         with ExitStack() as temps:

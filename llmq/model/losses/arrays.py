@@ -43,15 +43,15 @@ class ArrayLoss(TokenCrossEntropy):
         raise NotImplementedError
 
     def of_logits(self, xp: ModuleType, logits: Any, targets: Any, **arrays: Any) -> tuple:
-        """Losses float32 (rows,), and their gradients float32 (rows, V) by the logits of their row,
-        for some rows of the micro-batch; without this method losses are cross-entropy.
+        """Return losses, float32 (rows,), and their gradients by the logits, float32 (rows, V), for
+        some rows of the micro-batch. Without this method losses are cross-entropy.
 
         logits: float32 (rows, V). targets: int32 (rows,); 0 in masked rows, whose results are
         ignored. arrays: float32 (rows,) by name.
         """
         raise NotImplementedError
 
-    # -- what the head and the step ask ----------------------------------------------------------
+    # -- called by the head and the step ----------------------------------------------------------
 
     @classmethod
     def overrides(cls, method: str) -> bool:
@@ -95,7 +95,7 @@ class ArrayLoss(TokenCrossEntropy):
         return self._rows
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """Add losses times weights, in validations, too."""
+        """Add losses times weights to the statistics, in validations, too."""
         weights = self.weights(rows)
         cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
 

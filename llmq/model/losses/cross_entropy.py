@@ -9,8 +9,9 @@ from llmq.ops.loss import cross_entropy
 
 
 class TokenCrossEntropy(Loss):
-    """Each target token counts 1. Its numbers: lse_max, lse_mean of the logits' log-sum-exp;
-    loss_1k, the mean loss of tokens at the first 1024 positions of their sequences."""
+    """Each target token has the weight 1. Reported numbers: lse_max and lse_mean, maximum and mean
+    of the logits' log-sum-exp; loss_1k, the mean loss of tokens at the first 1024 positions of
+    their sequences."""
 
     name = "ce"
     sums = TOKEN_STATS[len(STATS) :]

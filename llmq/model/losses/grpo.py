@@ -1,4 +1,4 @@
-"""Losses of a policy's own samples, by their advantages (`ops/loss/grpo.py`)."""
+"""Losses of texts that the model itself sampled, weighted by advantages (`ops/loss/grpo.py`)."""
 
 from collections.abc import Mapping
 from math import inf, nan
@@ -15,14 +15,16 @@ from llmq.ref.loss.grpo import CAPPED, PER_DOCUMENT, PER_TOKEN, SEQUENCE, SUMS, 
 
 
 class Grpo(Loss):
-    """GRPO: each token's advantage times the ratio of the token's probability to the sampling
-    model's, clipped to bounds. The loss is a mean over documents of means over trained tokens. With
-    beta the divergence from a reference is added: the ratio times exp(g) - g - 1, where g is the
-    reference's log-probability ("scores") less the model's.
+    """GRPO: a token's loss is minus its advantage times the ratio of its probability to its
+    probability under the sampling model, clipped to bounds. The loss is the mean over documents of
+    the mean over their trained tokens. With beta, the divergence from a reference is added: the
+    ratio times exp(g) - g - 1, where g is the reference's log-probability ("scores") less the
+    model's.
 
-    Its numbers are means over tokens: ratio; clipped, the part whose ratio is out of bounds; drift,
-    |log-probability - that of sampling|; kl, with beta the divergence from the reference; entropy,
-    -log-probability, an estimate if the model itself sampled at temperature 1."""
+    Reported numbers are means over tokens: ratio; clipped, the share of tokens whose ratio is out
+    of bounds; drift, |log-probability - log-probability when sampled|; kl, with beta, the
+    divergence from the reference; entropy, -log-probability, an estimate if the model itself
+    sampled at temperature 1."""
 
     name = "grpo"
     sums = SUMS
@@ -40,7 +42,7 @@ class Grpo(Loss):
 
     @classmethod
     def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
-        """Advantages, and log-probabilities by the model that has sampled, of target tokens."""
+        """Target tokens' advantages, and their log-probabilities under the sampling model."""
         own = (Input("advantages", sidecar=ARRAYS), Input("sampled", sidecar=ARRAYS))
         return (*own, Input("scores", sidecar=SCORES)) if optim.has_reference else own
 
@@ -77,28 +79,30 @@ class Grpo(Loss):
 
 
 class DrGrpo(Grpo):
-    """Dr. GRPO: each document's sum is divided by one length, so that long ones count no less."""
+    """Dr. GRPO: each document's sum is divided by the same length, so that tokens of long documents
+    do not count less."""
 
     name = "dr-grpo"
 
 
 class Dapo(Grpo):
-    """DAPO: the mean is over the tokens of the whole step, and the upper bound is farther."""
+    """DAPO: the loss is the mean over all tokens of the step, and the ratio's upper bound is
+    larger."""
 
     name = "dapo"
     per = PER_TOKEN
 
 
 class Gspo(Grpo):
-    """GSPO: the tokens of a document share one ratio, the geometric mean of theirs."""
+    """GSPO: the tokens of a document share one ratio, the geometric mean of the tokens' ratios."""
 
     name = "gspo"
     kind = SEQUENCE
 
 
 class Cispo(Grpo):
-    """CISPO: ratios up to a bound are weights without a gradient, so that no token is left out; the
-    mean is over the tokens of the whole step."""
+    """CISPO: ratios, capped at a bound, are weights without a gradient, so that every token has a
+    gradient. The loss is the mean over all tokens of the step."""
 
     name = "cispo"
     kind = CAPPED

@@ -14,8 +14,9 @@ from llmq.options.groups.optim import OptimOptions
 
 class Distillation(TokenCrossEntropy):
     """A mixture of the targets' cross-entropy and of a divergence from the teacher's probabilities.
-    The teacher gives the k largest probabilities of each token; all others count as one event. kl:
-    mean divergence, in nats, at the temperature. loss_1k: of the mixture."""
+    The teacher gives the k largest probabilities of each token; all others count as one event.
+    Reported numbers: kl, the mean divergence in nats, at the temperature; loss_1k, as in
+    TokenCrossEntropy, of the mixture."""
 
     name = "kd"
     sums = (*TokenCrossEntropy.sums, "kl")
@@ -35,7 +36,7 @@ class Distillation(TokenCrossEntropy):
 
     @classmethod
     def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
-        """Token ids as the bits of F32, then their log-probabilities."""
+        """For each token, k token ids as the bits of F32, then these ids' log-probabilities."""
         return (Input("scores", shape=(2 * optim.loss_values["top-k"],), sidecar=SCORES),)
 
     def of_rows(self) -> Teacher:

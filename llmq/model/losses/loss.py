@@ -16,9 +16,9 @@ from llmq.runtime.device import Device
 
 
 class Rows(NamedTuple):
-    """The head's knowledge of a micro-batch, (B, T) each. targets: I32, negative where masked.
-    losses: F32, each token's cross-entropy, 0 where masked. lse: F32, the log-sum-exp of its
-    logits. starts: I32, the first position of each one's document; None: each row is one."""
+    """The head's results for a micro-batch, (B, T) each. targets: I32, negative if masked. losses:
+    F32, each token's cross-entropy, 0 if masked. lse: F32, the log-sum-exp of each token's logits.
+    starts: I32, the first position of each token's document; None: each row is one document."""
 
     targets: Tensor
     losses: Tensor
@@ -27,7 +27,8 @@ class Rows(NamedTuple):
 
 
 class LossContext(NamedTuple):
-    """Device, normalized options, and tensors of a loss's `inputs` by name, of a micro-batch."""
+    """What a loss computes with: device, normalized options, and a micro-batch's tensors of the
+    loss's `inputs`, by name."""
 
     dev: Device
     batch: BatchOptions
@@ -39,14 +40,14 @@ class Loss(ABC):
     """The objective of a run: a weighted sum of rows' losses, divided by a count.
 
     The gradient of row r is weights[r] times the gradient of the token's cross-entropy (z-loss
-    included), 0 if the target is masked. The step divides gradients by its "count"; "loss" /
-    "count" is the reported loss, which the guard judges.
+    included), 0 if the target is masked. The step divides gradients by the statistic "count";
+    "loss" / "count" is the reported loss, which the guard against divergence judges.
 
     name: the word of --loss with an LM head. sums: names of the loss's statistics, added over
     micro-batches and ranks. maxima: sums that are maxima over micro-batches and ranks, at least 0.
     ahead: True if weights need the losses of the whole micro-batch, so that the head computes
-    logits twice. largest: the largest absolute value of a weight, for an fp8 head, whose codes of
-    gradients are clamped beyond it, and round weights that are no powers of two to within 1/8.
+    logits twice. largest: the largest absolute value of a weight, for an fp8 head: it clamps
+    gradients beyond this weight, and rounds weights that are no powers of two to within 1/8.
     validated: the numbers that validations report, too. shown: the validated numbers beside the
     loss on the console.
     """
@@ -68,14 +69,15 @@ class Loss(ABC):
         return ()
 
     def of_rows(self) -> Teacher | Labels | None:
-        """The operation that makes losses and gradients of rows (B*T), if that is not cross-entropy
-        of logits; a teacher's rows are never weighted. Only tensors that are there already."""
+        """The operation that computes losses and gradients of the B*T rows instead of
+        cross-entropy; None: cross-entropy. A Teacher's rows are never weighted. This method
+        launches nothing."""
         return None
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """The loss of an untrained model. outputs: of its head. In a run's first steps the guard
-        judges losses by a multiple of this value."""
+        """The loss of an untrained model. outputs: number of logits of a row. In a run's first
+        steps the guard judges losses by a multiple of this value."""
         return log(outputs)
 
     @classmethod
@@ -84,12 +86,12 @@ class Loss(ABC):
         return {name: index for index, name in enumerate((*STATS, *cls.sums))}
 
     def prepare(self, rows: Rows) -> None:  # noqa: B027 - most have nothing
-        """Sums over the micro-batch's losses that `weights` and `add` read, of a loss that looks
-        ahead: called once before both. Launches, and collectives that all ranks make."""
+        """Compute sums over the micro-batch that `weights` and `add` read; called once before both
+        if `ahead`. May only launch kernels, and collectives on all ranks."""
 
     def weights(self, rows: Rows) -> Tensor | None:
-        """F32 (B, T); None: all are 1. May only launch kernels. rows: losses and lse
-        are the previous micro-batch's, unless `ahead`."""
+        """Factors of the tokens' gradients, F32 (B, T); None: all are 1. May only launch kernels.
+        rows: losses and lse are the previous micro-batch's, unless `ahead`."""
         return None
 
     def divisor(self) -> Tensor | None:
@@ -103,5 +105,6 @@ class Loss(ABC):
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """Numbers that reports have beside the loss, from statistics of a step or a validation."""
+        """The numbers that reports show beside the loss, by name, from the sums of a step or a
+        validation."""
         return {}

@@ -52,12 +52,12 @@ class Preferences(Loss):
     def _form(cls, optim: OptimOptions) -> Form:
         values = optim.loss_values
         by_form = (values.get("gamma", 0.0), values.get("smoothing", 0.0))
-        by_mean = int(values.get("normalize", True))  # ORPO has no such option: always
+        by_mean = int(values.get("normalize", True))  # ORPO, without this option, always does
         return Form(cls.kind, by_mean, values["beta"], *by_form, values["sft"])
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """Loss of answers of one token, all tokens equally likely."""
+        """The loss of two answers of one token each, with all tokens equally likely."""
         gain, logp, count = np.zeros(1), np.full(1, -log(outputs)), np.ones(1)
         answer = Documents(gain if cls.referenced else logp, logp, count)
         return float(of_pair(cls._form(optim), answer, answer).loss[0])
@@ -94,21 +94,23 @@ class Preferences(Loss):
 
 
 class Ipo(Preferences):
-    """IPO: squared distance of the difference of gains from 1 / (2 beta)."""
+    """IPO: the squared difference between 1 / (2 beta) and the chosen answer's gain less the
+    rejected one's. A gain is the log-probability less the reference's."""
 
     name = "ipo"
     kind = IPO
 
 
 class SimPo(Preferences):
-    """SimPO: no reference; mean log-probabilities of tokens, with the margin gamma."""
+    """SimPO: DPO without a reference, on the mean log-probability of an answer's tokens, with the
+    margin gamma."""
 
     name = "simpo"
     referenced = False
 
 
 class Orpo(SimPo):
-    """ORPO: odds ratio of the answers, beside the chosen answer's cross-entropy."""
+    """ORPO: the loss of the answers' odds ratio is added to the chosen answer's cross-entropy."""
 
     name = "orpo"
     kind = ORPO
@@ -116,9 +118,9 @@ class Orpo(SimPo):
 
 class Kto(Preferences):
     """KTO: single answers with a label. Desirable answers should gain more than a shift, others
-    less. The shift, without a gradient, estimates the divergence from the reference: the mean gain
-    of answers to other prompts, at least 0. These are the pairs' second documents; the mean is over
-    the micro-batch of all ranks, as in TRL."""
+    less. The shift, without a gradient, estimates the divergence from the reference: the mean gain,
+    at least 0, of answers to other prompts. These answers are the pairs' second documents. The mean
+    is over the micro-batches of all ranks, as in TRL."""
 
     name = "kto"
     kind = KTO

@@ -19,7 +19,8 @@ def _labels(ctx: LossContext, *, linear: bool) -> Labels:
 
 
 class Classes(TokenCrossEntropy):
-    """Cross-entropy of documents' classes. accuracy: how often the right one is the likeliest."""
+    """Cross-entropy of documents' classes. accuracy: the share of documents whose right class is
+    the likeliest."""
 
     sums = (*TokenCrossEntropy.sums, "hits")
     validated = shown = ("accuracy",)
@@ -42,7 +43,7 @@ class Classes(TokenCrossEntropy):
 
 class Reward(SimPo):
     """Bradley-Terry loss: -log sigmoid(score of the chosen answer - score of the rejected one).
-    Numbers: see Preferences; rewards are the scores."""
+    Reported numbers: as in Preferences, with scores as rewards."""
 
     kind = SIGMOID
 
