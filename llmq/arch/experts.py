@@ -1,21 +1,21 @@
 """Mixtures of experts: sizes, layers, matrices and names.
 
-    logits = router @ x        the `active` experts of a token are those with the largest ones
+    logits = router @ x        a token's `active` experts are those with the largest logits
     out    = sum of weight * down @ (silu(gate @ x) * up @ x) over the active experts
              [+ sigmoid(shared_gate @ x) * the same of the shared expert, which may have no gate]
 
-Scores of experts are a softmax of the logits, or sigmoids; with sigmoids a constant of each expert
-is added to the score for the choice, not for the weight. Where experts have groups, a token chooses
-groups first, by the largest score of each, or with sigmoids by the sum of the two largest ones.
+Scores of experts are a softmax of the logits, or sigmoids. With sigmoids, each expert's constant is
+added to its score for the choice, not for the weight. If experts have groups, a token first chooses
+groups, by each group's largest score, or with sigmoids by the sum of its two largest scores.
 
-or with paired experts, which have biases as their router has, of rows g0 u0 g1 u1 ...
+or with paired experts: experts and router have biases, and gate_up has the rows g0 u0 g1 u1 ...
 
     out    = sum of weight * (down @ ((u + 1) * g * sigmoid(alpha * g)) + bias)
              g, u = gate_up @ x + bias, g cut off above a limit, u on both sides
 
-or without gates, with the activation of the model's MLPs.
+or experts without gates, with the activation of the model's MLPs.
 
-An architecture whose layers have experts is a family of dense ones with `WithExperts` before it. C:
+The class of an architecture with experts has the base classes `WithExperts` and a dense family. C:
 hidden size, F: width of an expert, E: number of experts.
 """
 
@@ -41,33 +41,33 @@ class Experts:
     """The experts of a model."""
 
     count: int
-    """E: in each layer that has any."""
+    """E: number of experts in each layer that has any."""
     active: int
-    """Experts that a token meets."""
+    """Number of experts that compute a token."""
     size: int | None = None
-    """F: width of each; None: the model's intermediate_size."""
+    """F: width of each expert; None: the model's intermediate_size."""
     shared_size: int | None = None
     """Width of the shared expert, which every token meets; None: there is none."""
     renormalize: bool = False
-    """True: weights of the active experts have the sum 1; else they are parts of the softmax over
-    all experts."""
+    """True: a token's weights are divided by their sum over the active experts. False: weights are
+    the experts' scores."""
     scale: float = 1.0
     """Factor of the weights of the active experts."""
     groups: int = 1
-    """Groups of neighbouring experts, of which a token chooses first."""
+    """Number of groups of neighbouring experts."""
     active_groups: int = 1
-    """Groups whose experts a token may meet."""
+    """Number of groups that a token chooses, before it chooses experts of these groups."""
     layers: tuple[bool, ...] | None = None
     """True for each layer with experts, False for an MLP; None: all have experts."""
     aux_loss: float = 0.0
-    """Coefficient of the load-balancing loss that config.json gives."""
+    """config.json's coefficient of the load-balancing loss."""
     alpha: float | None = None
-    """The sigmoid of paired experts takes gates times it; None: they are not paired."""
+    """Factor of the gates in the sigmoid of paired experts; None: experts are not paired."""
     limit: float | None = None
     """Clamp of the inputs of paired experts' activation."""
 
     def validate(self, num_layers: int) -> None:
-        """ConfigError where sizes disagree."""
+        """Raise ConfigError if sizes disagree."""
         if not 0 < self.active <= min(self.count, _MOST_ACTIVE) or self.count > _MOST:
             raise ConfigError(
                 f"model experts: a token must meet 1 to {_MOST_ACTIVE} of at most {_MOST} experts, "
@@ -101,11 +101,11 @@ class WithExperts(Architecture):
 
     targets = (*Architecture.targets, "experts", "fused_experts")
     count_names: tuple[str, ...] = ("num_experts",)
-    """config.json's names of E: each of them is read, all are written."""
+    """config.json's names of E. Any of them may be given; all are written."""
     own_size = True
     """Experts have a width of their own, beside MLPs of other layers."""
     renormalized = False
-    """Weights are renormalized without a field that says it."""
+    """Experts' weights are always renormalized; config.json has no field for this."""
     shares = False
     """There is a shared expert."""
     shared_gated = True
@@ -116,20 +116,20 @@ class WithExperts(Architecture):
     """Routers take sigmoids, and have a constant for each expert, which is loaded and never
     trained."""
     grouped = False
-    """config.json has groups of experts, and a factor of their weights."""
+    """config.json has groups of experts, and a factor of the experts' weights."""
     paired = False
-    """Experts are paired, and stored transposed."""
+    """Experts are paired (see above), and stored transposed."""
     fused = False
-    """In files a layer's experts are one parameter."""
+    """In files each matrix of a layer's experts is one parameter."""
     stacked = False
-    """In files a layer's experts are one tensor, of a name that expert_modules gives."""
+    """In files each matrix of a layer's experts is one tensor, named in expert_modules."""
     experts_at = "model.layers.{}.mlp.experts"
     """Module of a layer's experts."""
     beside_mlp = False
     """Experts stand beside the MLP, each with norms of its own in front and behind. The router has
     a norm of its own, too, and each expert a trained factor."""
     aux_loss = 0.001
-    """Coefficient of the load-balancing loss where the config does not say."""
+    """Default coefficient of the load-balancing loss."""
     expert_modules: Mapping[str, tuple[str, ...]] = {
         "router": ("model.layers.{}.mlp.gate",),
         "router_correction": ("model.layers.{}.mlp.gate",),
@@ -152,7 +152,8 @@ class WithExperts(Architecture):
         return first, both
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """The model says what experts it has, as far as the architecture does not."""
+        """Fields that a model must have; sizes of experts are free, except those that the
+        architecture fixes."""
         its = model.experts
         if its is None or (its.shared_size is not None) != self.shares:
             shared = "with" if self.shares else "without"
@@ -181,7 +182,8 @@ class WithExperts(Architecture):
         return super().read_sizes(hf) | {"experts": of_experts}
 
     def _read_groups(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of Experts. A token that chooses all groups has none."""
+        """Read the fields of Experts about groups. If a token chooses all groups, the model has no
+        groups."""
         if not self.grouped:
             return {}
         scale = get(hf, "routed_scaling_factor", float, 1.0)
@@ -220,10 +222,10 @@ class WithExperts(Architecture):
 
 
 def experts(config: Any, layer: int) -> HalfSpec:
-    """Experts of a layer, and the shared expert, whose width is Fs. router: (E, C).
-    router_correction: (E,), of sigmoids. shared_gate: (1, C). shared_up: (2Fs, C), without gates
-    (Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C), or (E, F, C). experts_down: (E, C, F).
-    Rows: up, then gate; in paired experts g0 u0 g1 u1 ..."""
+    """The half with a layer's experts, and the shared expert of width Fs. router: (E, C).
+    router_correction: (E,), added to sigmoids for the choice. shared_gate: (1, C). shared_up: (2Fs,
+    C), without gates (Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C), or (E, F, C).
+    experts_down: (E, C, F). Rows: up, then gate; in paired experts g0 u0 g1 u1 ..."""
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
     if config.arch.beside_mlp:
@@ -256,8 +258,8 @@ def experts(config: Any, layer: int) -> HalfSpec:
 
 
 def _beside(config: Any, layer: int, mlp: HalfSpec) -> HalfSpec:
-    """MLP and experts side by side: the sum of both outputs, each behind a norm. ln2_mlp_post,
-    ln2_experts, ln2_experts_post, router_norm: (C,). expert_scale: (E,)."""
+    """The half with MLP and experts side by side, whose output is the sum of both normed outputs.
+    ln2_mlp_post, ln2_experts, ln2_experts_post, router_norm: (C,). expert_scale: (E,)."""
     own = experts(config, layer)
     up = replace(own["experts_up"], input="ln2_experts")
     modules = tuple(up if m.key == up.key else m for m in own.modules)
@@ -285,8 +287,8 @@ def _matrices(
     active: int = 1,
     targets: tuple[tuple[str, ...], ...] = (("experts",),) * 3,
 ) -> tuple[Matrix, Matrix]:
-    """KIND_up and KIND_down of `count` experts of this width; None: of one MLP. targets:
-    --lora-targets of up, gate and down."""
+    """The matrices KIND_up and KIND_down of `count` experts of width `size`; count None: of one
+    MLP. targets: names in --lora-targets of up, gate and down."""
     C, name, paired = config.hidden_size, kind.removesuffix("s"), config.arch.paired
     alone = paired or config.arch.fused
     outer, experts_ = () if count is None else (count,), range(count or 1)
@@ -337,7 +339,7 @@ def _router(config: Any, layer: int, key: str, rows: int) -> Module:
 
 
 def _of_router(config: Any, layer: int, key: str, tensor: str, rows: int) -> Module:
-    """A vector of a router."""
+    """A vector (rows,) of a router."""
     module = config.arch.expert_modules["router"][0].rpartition(".")[0].format(layer)
     part = Part(module=module, rows=rows)
     return Module(
@@ -363,8 +365,8 @@ def _parts(
     targets: tuple[tuple[str, ...], ...],
     experts_: range,
 ) -> tuple[Part, ...]:
-    """The modules of a weight, of each expert as many as there are targets; or one, whose rows are
-    the gate's, then up's."""
+    """The parts of a weight: for each expert a module for each item of `targets`; or one module,
+    whose rows are the gate's, then up's."""
     names = config.arch.expert_modules[key]
     if len(names) < len(targets):
         order = ((rows, 2 * rows), (0, rows))

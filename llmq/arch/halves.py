@@ -16,8 +16,8 @@ def attention(config: Any, layer: int) -> HalfSpec:
     """Attention: the product of queries, keys and values, and the output product. qkv: the rows of
     all query heads, key heads, value heads; with gated_attention a gate's rows behind those of each
     query head. q_norm, k_norm, with qk_norm: (Hd,), or wide (Hq*Hd,) and (Hkv*Hd,). sinks: (Hq,),
-    if the architecture has sinks. Where keys are values, qkv has no rows of values. Where a layer
-    shares keys, qkv has rows of queries alone, and there is no k_norm."""
+    if the architecture has sinks. Layers with keys_as_values have no rows of values in qkv. Layers
+    that share another layer's keys have only rows of queries, and no k_norm."""
     C, heads = config.hidden_size, config.heads_of(layer)
     Hq, Hkv, Hd = heads
     at = f"model.layers.{layer}.self_attn"
@@ -74,8 +74,8 @@ def attention(config: Any, layer: int) -> HalfSpec:
 
 
 def _heads_in_pairs(config: Any, heads: int) -> Order:
-    """The order of the rows of heads where the two channels that RoPE turns together are stored
-    beside each other: channel i of a head's first half, and channel i of its second."""
+    """The order of heads' rows in files that store the two channels of each RoPE pair side by side:
+    channel i of a head's first half, then channel i of its second half."""
     Hd, turned = config.head_dim, config.rotary_dim
     order = []
     for first in range(0, heads * Hd, Hd):
@@ -93,7 +93,8 @@ def in_pairs(first: int, channels: int) -> list[tuple[int, int]]:
 
 
 def mlp(config: Any, layer: int) -> HalfSpec:
-    """An MLP. up: (F, C), or with a gate (2F, C), up before gate."""
+    """An MLP. up: (F, C), or with a gate (2F, C), the rows of up before the gate's. down: (C,
+    F)."""
     C, F, at = config.hidden_size, config.mlp_size(layer), f"model.layers.{layer}.mlp"
     up = matrix(
         config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if config.gated else {}), C,
@@ -117,7 +118,7 @@ def mlp(config: Any, layer: int) -> HalfSpec:
 
 
 def embedding(config: Any) -> tuple[Module, ...]:
-    """embed: (Vp, C). positions: (P, C), where they are learned."""
+    """The modules embed: (Vp, C), and positions: (P, C), if positions are learned."""
     name = "model.embed_tokens"
     modules = [_table(config, "embed", name, config.vocab_size, target="embedding")]
     if config.positions == "learned":
@@ -127,8 +128,8 @@ def embedding(config: Any) -> tuple[Module, ...]:
 
 
 def head(config: Any) -> tuple[Module, ...]:
-    """The norms behind the last block, and the LM head if it is not the embedding, or the score
-    head in its place."""
+    """The norms behind the last block, and the LM head or score head, unless the LM head is the
+    embedding."""
     post = tuple(m for m in norms(config, "ln1", config.num_layers) if m.key != "ln1")
     post = post if config.arch.post_norm else ()
     layernorm = config.norm == "layernorm"
@@ -137,15 +138,14 @@ def head(config: Any) -> tuple[Module, ...]:
         return (*post, norm)
     sizes = (config.outputs, config.padded_outputs)
     own = _table(config, "lm_head", "lm_head", *sizes, target="head")
-    if config.num_labels:  # it takes the place of the LM head
+    if config.num_labels:  # the score head takes the place of the LM head
         own = replace(own, name="score", parts=(Part(module="score", rows=config.outputs),))
     return (*post, norm, own)
 
 
 def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
-    """KEY_post, of what the half before has put out, and KEY, as far as there are such norms. The
-    first norm of a layer's branch belongs to the layer before, and of the head's, which is layer L,
-    there is no other."""
+    """The norms KEY_post, of the preceding half's output, and KEY, as far as the model has them. In
+    files ln1_post belongs to the preceding layer. layer: L for the norms of the head."""
     names, found = config.arch.norm_names, []
     for key_, of in ((f"{key}_post", layer - (key == "ln1")), (key, layer)):
         if key_ in names and of >= 0:
@@ -163,7 +163,7 @@ def inner_norm(config: Any, layer: int, key: str) -> Module:
 
 
 def _layer_scale(config: Any, layer: int) -> Module:
-    """ln1_scale: (1,), of the stream behind a layer."""
+    """ln1_scale: (1,), the factor of the stream behind a layer."""
     part = Part(module=config.arch.modules["ln1_scale"][0].format(layer), rows=1)
     return Module(
         key="ln1_scale", name=part.module, tensor="layer_scalar", shape=(1,), parts=(part,),
@@ -189,7 +189,8 @@ def _norm(
 def _table(
     config: Any, key: str, name: str, rows: int, padded: int | None = None, target: str = ""
 ) -> Module:
-    """A row of C channels for each token or position. target: its name in --lora-targets."""
+    """A table with a row of C channels for each token or position. target: the table's name in
+    --lora-targets."""
     (module,) = config.arch.modules[key]
     return Module(
         key=key,
@@ -212,8 +213,9 @@ def matrix(
     order: Order = (),
     **declared: Any,
 ) -> Matrix:
-    """A matrix of a block. targets: by name in --lora-targets, rows that Hugging Face may store one
-    by one. gate_first: it stores the second half of the rows first. order: as in HfPart."""
+    """A matrix of a block. targets: number of rows by name in --lora-targets; each may be a module
+    at Hugging Face. gate_first: files store the second half of the rows first. order: as in
+    HfPart."""
     transposed = config.arch.transposed
     modules = config.arch.modules[key][: len(targets)]
     each = [((name,), n) for name, n in targets.items()]

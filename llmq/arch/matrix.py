@@ -1,7 +1,7 @@
 """Matrices and norms of a model's parts, each declared once.
 
 Weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed of light follow from
-these declarations: `Architecture.layers` gives the halves of each block, `halves.py` makes them.
+these declarations. `Architecture.layers` returns the halves of each block, made in `halves.py`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from math import prod
 from typing import Any
 
 Order = tuple[tuple[int, int], ...]
-"""Ranges of rows, which follow one another in an order of their own."""
+"""Ranges [start, stop) of rows, in another order than the rows' own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfPart:
     """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
 
-    Rows of several experts are numbered through. transposed: stored (in_features, out_features), as
-    in GPT-2's Conv1D. order: ranges of our rows, of each expert, in stored order; (): our order.
-    columns: stored columns, the first ones, others are zeros; None: all. depthwise: stored (rows,
-    1, columns), as in torch's Conv1d. experts: number in the tensor, (experts, rows of one,
-    columns), transposed (experts, columns, rows of one), or vectors (experts, rows of one).
-    by_rank: layout of adapters of such a tensor, (rows of one, columns * experts).
+    Rows are counted over all experts. transposed: stored (in_features, out_features), as in GPT-2's
+    Conv1D. order: ranges of our rows, within each expert, in stored order; (): our order. columns:
+    number of stored columns; later columns are zeros; None: all are stored. depthwise: stored
+    (rows, 1, columns), as in torch's Conv1d. experts: number of experts in the tensor (experts,
+    rows of one, columns), transposed (experts, columns, rows of one), or of vectors (experts, rows
+    of one); 0: the tensor has no axis of experts. by_rank: the layout of adapters of experts, (rows
+    of one, columns * experts).
     """
 
     name: str
@@ -39,7 +40,7 @@ class HfPart:
     by_rank: bool = False
 
     def rows_of(self, rows: slice) -> Any:
-        """The index by which `as_stored` has these rows of the stored array, of experts these
+        """The index into `as_stored` for these rows of the stored array; with experts, for these
         experts."""
         if not self.order:
             return rows
@@ -47,7 +48,7 @@ class HfPart:
         return (rows, order) if self.experts and not self.by_rank else order[rows]
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Our rows [start, stop) of the part, in our order, where they are stored."""
+        """The stored ranges of our rows [start, stop) of the part, in our order."""
         if not self.order:
             return [(start, stop)]
         count = (self.stop - self.start) // max(self.experts, 1)
@@ -83,9 +84,9 @@ class HfPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """The rows of a weight that are one module at Hugging Face. module: the module's name. targets:
-    names in --lora-targets that adapt the module, all of them together. transposed, order,
-    depthwise: see HfPart. experts: not a module, but the parameter of this name with this many
-    experts."""
+    names in --lora-targets; the module has an adapter if all are chosen. transposed, order,
+    depthwise: see HfPart. experts: if not 0, `module` is the name of a parameter with this number
+    of experts."""
 
     module: str
     rows: int
@@ -102,7 +103,8 @@ class Part:
         return self.module if name == "weight" else f"{self.module}_{name}"
 
     def hf(self, tensor: str, start: int = 0) -> HfPart:
-        """The part's weight, or "bias", as rows from `start` on of a parameter."""
+        """The HfPart for the part's weight or bias. tensor: "weight" or "bias". start: the part's
+        first row in the parameter."""
         return HfPart(
             name=self.tensor(tensor),
             start=start,
@@ -119,12 +121,13 @@ class Module:
     """A weight of a model and its bias, if it has one.
 
     key: the weight's name in its block; the bias is KEY_bias. Shapes may differ between layers.
-    name: of the module in checkpoints. shape: (features,), (out, in), or (experts, out, in), with
-    padded rows. parts: rows that are modules at Hugging Face, in order. kind: for the optimizer:
-    "matrix", "embedding", "router", "norm", "vector", "conv" (a few weights for each channel), or
-    "constant" (in F32, whose gradient is zero); norms, vectors and constants do not decay. initial:
-    "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one", "zero" or "log_uniform" (log of a
-    number from 0.01 to 16). tensor: name of the weight in the modules.
+    name: the module's name in checkpoints. shape: (features,), (out, in), or (experts, out, in),
+    with padded rows. parts: the rows of each Hugging Face module, in order. kind: for the
+    optimizer: "matrix", "embedding", "router", "norm", "vector", "conv" (a few weights for each
+    channel), or "constant" (F32, with the gradient zero); norms, vectors and constants do not
+    decay. initial: "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one", "zero" or
+    "log_uniform" (log of a number from 0.01 to 16). tensor: the weight's name in each Hugging Face
+    module.
     """
 
     key: str
@@ -138,7 +141,7 @@ class Module:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the weight, its bias and its adapters, whether there are such or not."""
+        """The keys that the weight, its bias and its adapters have, or would have."""
         return (self.key, *(f"{self.key}_{what}" for what in ("bias", "a", "b")))
 
     @property
@@ -148,16 +151,16 @@ class Module:
         return [(p, stop - p.rows, stop) for p, stop in zip(self.parts, stops, strict=True)]
 
     def hf(self, tensor: str) -> tuple[HfPart, ...]:
-        """The parts at Hugging Face of the weight, or of tensor "bias"."""
+        """The HfParts of the weight or of the bias. tensor: "weight" or "bias"."""
         return tuple(part.hf(tensor, start) for part, start, _ in self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix(Module):
     """A matrix that multiplies the activations of a half of a block. input: name of the multiplied
-    activation, gradient: name of the output's gradient; each has an fp8 scale. active: experts per
-    token. fused: transformers' parameter of all experts, which files may hold, and adapters may
-    adapt instead of the parts."""
+    activation, gradient: name of the output's gradient; each has an fp8 scale. active: number of
+    experts per token. fused: transformers' parameter of all experts, which files may hold instead
+    of the parts, and which adapters may adapt."""
 
     kind: str = "matrix"
     input: str
@@ -179,17 +182,18 @@ class Matrix(Module):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSpec:
     """A half of a block, between a norm and the residual stream. kind: class in llmq/model/halves.
-    name: the half's output is NAME_branch, the output's gradient d_NAME. norm: the key of the norm
-    in front, and of the half's input. norms: modules of the norms between the half before and this
-    one. modules: other modules, in the order of the weight table. output: key of the matrix whose
-    product is the half's output; None: the output is no product. activations: names of tensors for
-    backward, in order of computation. made_again: activations that are never kept, because the
-    kernel of their gradient computes them. coded: activations and gradients that products may write
-    as fp8 codes (--mlp-dtype). Generation: cached: shapes of tensors that it keeps of each token,
-    by name; carried: shapes of F32 states that it keeps of each text, by name; reads: the earlier
-    layer whose cached tensors this layer reads; None: its own. parts: halves side by side that this
-    one consists of. factor: of the output's product. sizes: of the kind, besides shapes of
-    matrices. flops: of a token, forward, besides matrices and attention.
+    name: the half's output is NAME_branch, the output's gradient is d_NAME. norm: key of the norm
+    in front, also the name of the half's input. norms: modules of the norms between the half before
+    and this one. modules: other modules, in the order of the weight table. output: key of the
+    matrix whose product is the half's output; None: the output is no product. activations: names of
+    tensors for backward, in order of computation. made_again: activations that are never kept,
+    because the kernel of their gradient computes them. coded: activations and gradients that
+    products may write as fp8 codes (--mlp-dtype). cached: by name, shapes of tensors that
+    generation keeps of each token; carried: by name, shapes of F32 states that generation keeps of
+    each text; reads: the earlier layer whose cached tensors this layer reads; None: its own. parts:
+    the halves, side by side, that this half consists of. factor: factor of the output's product.
+    sizes: further sizes and switches that this kind needs. flops: operations per token in forward,
+    beside matrices and attention.
     """
 
     kind: str
@@ -223,13 +227,13 @@ class HalfSpec:
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Names of activations in order of computation, from its input to its output."""
+        """Names of the half's activations in order of computation, from input to output."""
         return (self.norm, *self.activations, f"{self.name}_branch")
 
     @property
     def backward_order(self) -> Iterator[str]:
-        """Gradients in the order in which they are computed: of activations, d_NAME, by name, and
-        of parameters by key."""
+        """Gradients in the order in which they are computed: names d_NAME of activations'
+        gradients, and keys of parameters."""
         yield f"d_{self.name}"
         inner: list[Module] = []  # norms and the like behind a matrix
         for module in reversed(self.modules):
@@ -243,12 +247,12 @@ class HalfSpec:
 
 
 def halves_inputs(halves: tuple[HalfSpec, ...]) -> tuple[str, ...]:
-    """Names of what the matrices of a block multiply, in order of computation."""
+    """Names of the activations that a block's matrices multiply, in order of computation."""
     return tuple(dict.fromkeys(m.input for half in halves for m in half.matrices))
 
 
 def halves_gradients(halves: tuple[HalfSpec, ...]) -> tuple[str, ...]:
-    """Names of the gradients of their outputs and of the halves', in order of computation."""
+    """Names of the gradients of the matrices' and the halves' outputs, in order of computation."""
     found: list[str] = []
     for half in reversed(halves):
         found += [f"d_{half.name}", *(m.gradient for m in reversed(half.matrices))]

@@ -26,9 +26,9 @@ _SIZES = (
 ).split()
 
 BY_LAYER = ("windowed_layers", "rope_layers", "mlp_layers")
-"""Fields with a value for each layer, beside those of experts and mixers."""
+"""Fields of ModelConfig with a value for each layer; Experts and Mixers have such fields, too."""
 
-_MAX_SIZE = 2**31 - 1  # of ids and positions, which are int32
+_MAX_SIZE = 2**31 - 1  # ids and positions are int32
 _LARGEST = {"num_layers": 1 << 16, "head_dim": 1 << 16}
 
 
@@ -41,7 +41,8 @@ class Heads(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Base, stretching, length of the table's rows, and channels of a head that are rotated."""
+    """RoPE of a layer. theta: base of the frequencies. scaling: stretching of the frequencies.
+    length: factor of cos and sin. channels: number of rotated channels of a head."""
 
     theta: float
     scaling: RopeScaling | None
@@ -62,7 +63,7 @@ class ModelConfig:
     intermediate_size: int
     """F: width of the MLP."""
     experts: Experts | None = None
-    """Experts of layers that have them in the place of the MLP; None: no layer has."""
+    """The experts that layers have in the place of the MLP; None: no layer has any."""
     num_layers: int
     """L: transformer blocks."""
     num_heads: int
@@ -72,18 +73,19 @@ class ModelConfig:
     head_dim: int
     """Hd: channels of one head."""
     full_kv_heads: int | None = None
-    """Hkv of layers without a window; None: as in others."""
+    """Hkv of layers without a window; None: num_kv_heads."""
     full_head_dim: int | None = None
-    """Hd of layers without a window; None: as in others."""
+    """Hd of layers without a window; None: head_dim."""
     shared_keys: tuple[bool, ...] | None = None
-    """Whether each layer has no keys and values of its own, but those of `keys_of`; None: none."""
+    """True for each layer that reads the keys and values of layer `keys_of`; None: no layer
+    does."""
     wide_mlp: bool = False
     """The MLP of layers that share keys has twice the width."""
     per_layer_size: int | None = None
-    """Channels of the vectors that each layer gets of every token, made of the embedding and of a
-    table beside it; None: there are none."""
+    """Channels of the vector that each layer adds for every token, made from the embedding and
+    another table; None: there are no such vectors."""
     keys_as_values: bool = False
-    """Layers without a window have no values of their own, but their keys before norm and RoPE."""
+    """In layers without a window, the keys before norm and RoPE are also the values."""
     mixers: Mixers | None = None
     """The delta nets, state spaces or short convolutions that layers have in the place of
     attention; None: there are none."""
@@ -91,11 +93,11 @@ class ModelConfig:
     """True for each layer that is an MLP or experts alone, False for attention or a mixer alone;
     None: each layer has two halves."""
     latent: LatentAttention | None = None
-    """The latent attention that all layers have in the place of attention; None: they have not."""
+    """The latent attention that all layers have in the place of attention; None: there is none."""
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all. Shorter than `longest`."""
+    """Number of positions that a token sees, itself included, less than `longest`; None: all."""
     windowed_layers: tuple[bool, ...] | None = None
     """True for each layer with the sliding window; None: all layers."""
     rope_layers: tuple[bool, ...] | None = None
@@ -111,28 +113,29 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies, None: none."""
+    """Stretching of the rotary frequencies; None: they are not stretched."""
     query_growth: float | None = None
-    """Queries at position p are multiplied by 1 + it * log(1 + p // P), P the first length of
-    rope_scaling; None: they are not."""
+    """Queries at position p are multiplied by 1 + query_growth * log(1 + p // P), P: rope_scaling's
+    original_max_positions; None: no factor."""
     partial_rotary_factor: float = 1.0
-    """Part of a head's channels that is rotated: the first ones."""
+    """Share of a head's channels that are rotated; the first channels are."""
     local_rope_theta: float | None = None
-    """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
+    """Base of the rotary frequencies, not stretched, of layers with a window; None: as in other
+    layers."""
     attention_scale: float | None = None
     """Factor of attention's scores; None: 1 / sqrt(Hd)."""
     attention_softcap: float | None = None
-    """softcap * tanh(score / softcap) stands for each score, a whole number; None: no cap."""
+    """A whole number: each score becomes softcap * tanh(score / softcap); None: no cap."""
     embedding_multiplier: float = 1.0
     """Factor of the embedding's rows."""
     residual_multiplier: float = 1.0
-    """Factor of what each half adds to the residual stream: of the product of its last matrix."""
+    """Factor of each half's output, in the product of its last matrix."""
     logits_scaling: float = 1.0
     """Logits are divided by it, before a soft cap."""
     logit_softcap: float | None = None
-    """softcap * tanh(logit / softcap) stands for each logit; None: no cap."""
+    """Each logit becomes softcap * tanh(logit / softcap); None: no cap."""
     qk_norm: bool
-    """RMSNorm of queries and keys before RoPE: of every head, or see arch.wide_qk_norm."""
+    """RMSNorm of queries and keys before RoPE, for each head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
     """Bias on the query, key and value projections."""
     o_bias: bool
@@ -146,13 +149,13 @@ class ModelConfig:
     bos_token_id: int | None = None
     """Id that begins a sequence."""
     eos_token_id: int | None = None
-    """Id that ends a document; the first one where the model has several."""
+    """Id that ends a document; if the model has several, the first."""
     other_eos_token_ids: tuple[int, ...] = ()
     """Further ids that end a sequence."""
     pad_token_id: int | None = None
     """Id of padding."""
     new_tokens: tuple[int, int] | None = None
-    """Ids [first, stop) added to a trained model, whose rows can be trained beside adapters; None:
+    """Ids [first, stop) added to a trained model. Their rows can be trained beside adapters. None:
     no new ids."""
     initializer_range: float = 0.02
     """Standard deviation of freshly initialized matrices."""
@@ -198,7 +201,7 @@ class ModelConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that positions are known for."""
+        """Length in tokens of the longest sequence whose positions the model knows."""
         return longest_sequence(self.rope_scaling, self.max_positions)
 
     def windowed(self, layer: int) -> bool:
@@ -217,7 +220,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(map(self.heads_of, range(self.num_layers))))
 
     def values_of(self, layer: int) -> int:
-        """Heads of values that a layer makes itself; 0: its keys are its values."""
+        """Number of value heads that a layer computes itself; 0: its keys are its values."""
         shared = self.keys_as_values and not self.windowed(layer)
         return 0 if shared else self.heads_of(layer).kv
 
@@ -225,8 +228,9 @@ class ModelConfig:
         return self.shared_keys is not None and self.shared_keys[layer]
 
     def keys_of(self, layer: int) -> int | None:
-        """The layer that makes the keys and values of this one: itself, or the last one before it
-        that makes some, and has a window if this one has one; None: there is no such layer."""
+        """The layer that computes the keys and values of this layer: itself, or the last earlier
+        layer that computes its own and has a window if and only if this one has. None: there is no
+        such layer."""
         if not self.shares_keys(layer):
             return layer
         alike = [i for i in range(layer) if self.windowed(i) == self.windowed(layer)]
@@ -263,7 +267,7 @@ class ModelConfig:
         return -(-self.outputs // VOCAB_PADDING) * VOCAB_PADDING
 
     def window_of(self, layer: int) -> int | None:
-        """Positions that a token sees in a layer, itself included; None: all."""
+        """Number of positions that a token sees in a layer, itself included; None: all."""
         return self.sliding_window if self.windowed(layer) else None
 
     def has_experts(self, layer: int) -> bool:
@@ -299,8 +303,8 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> dict[int, int]:
-        """The first layer of each kind, and how many are like it: with and without a window, RoPE,
-        experts and mixers, with other heads, with keys of another layer, and an MLP alone."""
+        """By the first layer of each kind: the number of layers of this kind. Kinds differ in
+        window, RoPE, experts, mixers, heads, keys of another layer, or an MLP alone."""
         layers = range(self.num_layers)
         kinds = [
             (
@@ -313,9 +317,9 @@ class ModelConfig:
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
-        """With a layer like each of these, which may be the same."""
+        """A copy with a layer like each of these layers, which may repeat."""
         layers, experts, mixers, shared = tuple(layers), self.experts, self.mixers, self.shared_keys
-        if shared is not None:  # of those that have layers with keys before them
+        if shared is not None:  # only if an earlier layer in the copy has keys
             before = [{self.windowed(i) for i in layers[:n]} for n in range(len(layers))]
             both = zip(layers, before, strict=True)
             shared = tuple(shared[i] and self.windowed(i) in kinds for i, kinds in both)
@@ -331,7 +335,8 @@ class ModelConfig:
         return replace(self, num_layers=len(layers), **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
-        """A copy without special tokens outside the vocabulary: defaults may be of a larger one."""
+        """A copy without special tokens outside the vocabulary: defaults may come from a larger
+        vocabulary."""
 
         def own(token: int | None) -> int | None:
             return token if token is not None and 0 <= token < self.vocab_size else None
@@ -399,7 +404,7 @@ class ModelConfig:
         return self
 
     def _check_heads(self) -> None:
-        """ConfigError where the numbers or the sizes of heads are not computed."""
+        """Raise ConfigError for numbers or sizes of heads that are not implemented."""
         for name in ("full_kv_heads", "full_head_dim"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= _LARGEST["head_dim"]:
@@ -417,7 +422,8 @@ class ModelConfig:
                 raise ConfigError(f"model head_dim: RoPE needs an even number, got {size}")
 
     def _check_factors(self) -> None:
-        """ConfigError where a factor is not positive, or not computed beside other fields."""
+        """Raise ConfigError for factors that are not positive, or not implemented beside other
+        fields."""
         scale = self.attention_scale
         if scale is not None and not 0 < scale < math.inf:
             raise ConfigError(f"model attention_scale: must be positive, got {scale}")
@@ -439,7 +445,7 @@ class ModelConfig:
         """Read a parsed config.json of transformers 4 or 5; ConfigError names a field at fault."""
         try:
             return cls(**read_fields(hf)).validate()
-        except (TypeError, AttributeError, KeyError) as error:  # of values of other types
+        except (TypeError, AttributeError, KeyError) as error:  # values have other types
             raise ConfigError(f"config.json has a value of the wrong type ({error})") from error
 
     def to_hf(self, dtype: str = "bf16") -> dict[str, Any]:

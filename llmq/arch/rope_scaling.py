@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "llama3": (FIRST, "low_freq_factor", "high_freq_factor"),
     "proportional": ("partial_rotary_factor",),
 }  # fmt: skip
-"""Fields beside the factor, which all have."""
+"""config.json's fields of each kind, beside the factor that all kinds have."""
 _OLD_KINDS = {"su": "longrope"}
 
 
@@ -31,37 +31,38 @@ class RopeScaling:
     """Scaling of rotary frequencies beyond the original length."""
 
     kind: str
-    """'linear': positions / factor. 'llama3': by wavelength. 'yarn': by how often a frequency turns
-    within the first length. 'longrope': by factors for each frequency. 'dynamic': the base grows
-    for sequences longer than the first length; others are unscaled.
-    'proportional': only the first frequencies turn, as they do in a whole head."""
+    """'linear': positions are divided by the factor. 'llama3': stretches by wavelength. 'yarn':
+    stretches by how often a frequency turns within the first length. 'longrope': divides each
+    frequency by a factor of its own. 'dynamic': the base grows for sequences longer than the first
+    length; others are unscaled. 'proportional': only the first frequencies of a head turn."""
     factor: float | None
-    """Stretch factor, at least 1. longrope, None: the model's positions over the first length."""
+    """Stretch factor, at least 1. longrope: None: max_positions / original_max_positions."""
     original_max_positions: int = 8192
-    """Sequence length before stretching, in tokens; of dynamic, the model's positions."""
+    """First length: the sequence length before stretching, in tokens; for dynamic,
+    max_positions."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_max_positions / low_freq_factor are stretched fully."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths below original_max_positions / high_freq_factor are left alone."""
     attention_factor: float | None = None
-    """yarn, longrope: length of the table's rows; None: it follows from the factor."""
+    """yarn, longrope: factor of cos and sin; None: computed from the stretch factor."""
     beta_fast: float = 32.0
     """yarn: frequencies that turn more often within the first length are left alone."""
     beta_slow: float = 1.0
     """yarn: frequencies that turn less often are stretched fully."""
     mscale: float | None = None
-    """yarn: with mscale_all_dim, the logarithm's weight in the attention factor."""
+    """yarn: if mscale_all_dim is given, too, weight of log(factor) in the attention factor."""
     mscale_all_dim: float | None = None
-    """yarn: mscale of the divisor."""
+    """yarn: weight of log(factor) in the attention factor's divisor."""
     truncate: bool = True
-    """yarn: the limits between the two are whole frequencies."""
+    """yarn: frequencies between beta_fast and beta_slow begin and end at whole indices."""
     short_factor: tuple[float, ...] = ()
-    """longrope: what each frequency is divided by in sequences up to the first length."""
+    """longrope: each frequency's divisor in sequences up to the first length."""
     long_factor: tuple[float, ...] = ()
-    """longrope: the same in longer ones."""
+    """longrope: each frequency's divisor in longer sequences."""
 
     partial_rotary_factor: float = 1.0
-    """proportional: part of the frequencies that turn."""
+    """proportional: share of the frequencies that turn."""
 
     def attention(self, max_positions: int) -> float:
         """Factor of cos and sin in a model with this many positions."""
@@ -79,8 +80,8 @@ class RopeScaling:
 
     @property
     def mscale_growth(self) -> float:
-        """Growth by mscale_all_dim: a divisor of the attention factor; latent attention multiplies
-        its scores by the square."""
+        """The divisor of the attention factor, from mscale_all_dim; latent attention multiplies
+        scores by its square."""
         return 0.1 * (self.mscale_all_dim or 0.0) * math.log(max(self.factor or 1, 1)) + 1
 
     def check(self, frequencies: int) -> None:

@@ -263,7 +263,8 @@ class ExpertsHalf:
         d_weights: Tensor,
         d_x: Tensor | None,
     ) -> None:
-        """Compute the router's gradients, and add the router's part to d_x unless it is None."""
+        """Compute the router's gradients. Add the gradient of the router's input to d_x, unless
+        None; with router_norm, to ctx.d_stream."""
         dev, layer, w, g, logits = self.dev, ctx.layer, ctx.w, ctx.g, ctx.layer.saved.router_logits
         balance = self.balance
         how = self.scores | {"factors": balance.factors, "targets": balance.targets}

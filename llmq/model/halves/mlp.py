@@ -29,7 +29,7 @@ from llmq.ops.product.product import activate
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. mlp_up: (rows, F), or of a gated MLP (rows, 2F).
+    """Tensors of one layer that backward reads. mlp_up: (rows, F), in a gated MLP (rows, 2F).
     mlp_act: (rows, F)."""
 
     mlp_up: Activation

@@ -125,7 +125,7 @@ class PerLayerHalf:
         multiply(self.dev, out, x, self.inputs, self.P, at)
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Tensor]:
-        """x (rows, C), None where no gradient needs it, and gate."""
+        """x (rows, C), None if no gradient needs it; and gate (rows, P)."""
         gate, again, x = ctx.layer.saved.gate, ctx.layer.recompute.ffn, None
         gate = gate.place(self.dev, ctx.temps)
         if again or self.linear.needs_input(ctx, "per_layer_gate"):
@@ -137,7 +137,7 @@ class PerLayerHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Turns the layer's columns of the inputs into their gradient."""
+        """Also overwrites the layer's columns of the inputs with their gradient."""
         dev, layer, operands, (x, gate) = self.dev, ctx.layer, self.operands, inputs
         with ExitStack() as temps:
             act, d_gate = (scratch_like(dev, temps, f"per_layer_{n}", gate) for n in ("act", "d"))
