@@ -1,8 +1,9 @@
-"""One file a family: config.json's fields, names of weights, norms, biases, first values.
+"""One file for each family of models: config.json's fields, names of weights, norms, biases,
+initial values.
 
-`model_config.py` holds ModelConfig, the one description of a model's sizes.
-Weight table, options, plan, decoding and export follow from these descriptions.
-Imports base. Start with `common.py`, then `llama.py`. A new architecture is a file and a line here.
+`model_config.py` holds ModelConfig, the one description of a model's sizes. Weight table, options,
+plan, decoding and export follow from these descriptions. Imports base. Start with `common.py`, then
+`llama.py`. A new architecture needs a file and a line in ARCHITECTURES.
 """
 
 from collections.abc import Mapping
@@ -63,7 +64,8 @@ def architecture(name: Any) -> Architecture:
 
 
 def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ModelConfig for a parsed config.json; ConfigError as Architecture.read."""
+    """The arguments of ModelConfig for a parsed config.json. Raises ConfigError as
+    Architecture.read does."""
     names = hf.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"config.json: architectures must hold one name, got {names!r}")

@@ -70,7 +70,7 @@ class GgufKind:
 
 
 class Architecture:
-    """One family of models: the constants of its Hugging Face class, and names of weights. A
+    """One family of models: constants of the family's Hugging Face class, and names of weights. A
     subclass, in a file of its own, declares the differences. An argument `model` is a
     llmq.arch.model_config.ModelConfig; the method `read` returns its fields."""
 
@@ -79,7 +79,8 @@ class Architecture:
     model_type: str
     """config.json's "model_type"."""
     wrapper: str | None = None
-    """Class of models, with images for example, whose language model is one of these."""
+    """Hugging Face class of larger models, for example with images, whose language model has this
+    architecture."""
     text_defaults: Mapping[str, Any] = {}
     """Defaults of fields of the wrapper's text_config."""
     label: str
@@ -91,7 +92,8 @@ class Architecture:
         return self
 
     def embedding_scale(self, hidden_size: int) -> float:
-        """Factor of the embedding's rows, rounded to their format, besides embedding_multiplier."""
+        """Factor of the embedding's rows besides embedding_multiplier, rounded to the rows'
+        format."""
         return 1.0
 
     def inputs(self, model: Any) -> tuple[Input, ...]:
@@ -115,51 +117,56 @@ class Architecture:
     qk_norm = False
     """RMSNorm of queries and keys before RoPE."""
     wide_qk_norm = False
-    """qk_norm normalizes all query, and all key channels of a token; else every head."""
+    """qk_norm normalizes all query channels of a token together, and all key channels; else each
+    head."""
     norm_offset = False
-    """Norms, qk_norm included, multiply by 1 + weight, and round once, behind this product; without
-    the offset all but post_norm round in front of it as well."""
+    """Norms, qk_norm included, multiply by 1 + weight, and round once, behind this product. Without
+    the offset, all norms but post_norm also round in front of the product."""
     norm_once = False
     """Norms, qk_norm included, round once, although they multiply by the weight itself."""
     value_norm = False
-    """RMSNorm of every value head, without weights; of the shared heads where keys are values."""
+    """RMSNorm of every value head, without weights; with keys_as_values, of the heads that are both
+    keys and values."""
     layer_scale = False
     """A number per layer, which is loaded and never trained, multiplies the layer's output."""
     rope_pairs = False
-    """Two channels that RoPE rotates as a pair are neighbours in files; else half a head apart."""
+    """In files, two channels that RoPE rotates as a pair are neighbours; else they are half a head
+    apart."""
     gated_attention = False
-    """Attention's output is multiplied by the sigmoid of a gate, whose channels the product of the
-    queries has behind each head."""
+    """Attention's output is multiplied by the sigmoid of a gate. The query projection has the
+    gate's channels behind each head."""
     sinks = False
     """Attention sinks: the softmax of each query head has one more score, whose value is zero."""
     pads_embedding = True
-    """The row of pad_token_id gets no gradient where it is looked up."""
+    """The row of pad_token_id gets no gradient as an input embedding."""
     qkv_bias: bool | None = False
     """None: the config's attention_bias decides."""
     o_bias: bool | None = False
-    """None: as qkv_bias."""
+    """None: the same value as qkv_bias."""
     mlp_bias: bool | None = False
     """None: the config's mlp_bias decides."""
     head_dim: int | None = None
     """Default of head_dim; None: hidden_size / number of heads."""
     mlp_factor: int | None = None
-    """Default of intermediate_size over hidden_size; None: the field is required."""
+    """Default of intermediate_size / hidden_size; None: config.json must have intermediate_size."""
     own_tokenizer_class: str | None = None
     """Tokenizer class that transformers takes instead of tokenizer_config.json's; None: the
     file's."""
     wrapper_tokenizer_class: str | None = None
-    """The tokenizer class of models of the class `wrapper`; None as above."""
+    """The same for models of the class `wrapper`."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     """Defaults of the fields of these names."""
 
     own_fields: tuple[str, ...] = ()
-    """Fields of ModelConfig that only some architectures set, this one among them."""
+    """The fields that this architecture sets, among those of ModelConfig that most architectures do
+    not have."""
     modules: Mapping[str, tuple[str, ...]]
-    """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
+    """By parameter: the Hugging Face modules whose rows, in this order, are the parameter's; {}
+    stands for the layer."""
     file_prefix = ""
-    """Prefix of names in files, in the place of "model."; empty where files have "model."."""
+    """Prefix of names in files, if it is not "model."; else empty."""
     transposed = False
     """Matrices of blocks are stored (in_features, out_features)."""
     gate_first = False
@@ -167,11 +174,11 @@ class Architecture:
     targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Names that --lora-targets accepts, in the order of its help; a model may lack some."""
     mtp: MtpNames | None = None
-    """Names of a head for multi-token prediction; None: it cannot be trained."""
+    """Module names of a head for multi-token prediction; None: such a head cannot be trained."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-    """Hugging Face names of norms by place. ln1, ln2: of the input of a block's first and second
-    half. ln1_post, ln2_post: of the output of the half in front of that; of ln1_post this is the
-    second half of the layer before."""
+    """Hugging Face names of norms by place. ln1, ln2: norm of the input of a block's first and
+    second half. ln2_post: norm of the first half's output. ln1_post: norm of the last half's output
+    in the preceding layer."""
 
     @property
     def pre_norm(self) -> bool:
@@ -255,14 +262,15 @@ class Architecture:
         }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of ModelConfig that `read` does not know."""
+        """The other fields of ModelConfig, which `read` adds to its own."""
         raise NotImplementedError
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def kinds(self, qkv_bias: bool = False, mlp_bias: bool = False) -> dict[str, Any]:
-        """Kinds of layers as fields of ModelConfig; biases as given where the config decides."""
+        """The fields of ModelConfig for norm, activation, positions and biases. qkv_bias, mlp_bias:
+        config.json's values, used only if the architecture leaves them open."""
         qkv_bias = qkv_bias if self.qkv_bias is None else self.qkv_bias
         return {
             "norm": self.norm,
@@ -315,7 +323,7 @@ def ignored_fields(hf: Mapping[str, Any]) -> list[str]:
 
 
 def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -> Any:
-    """hf[name], of the type `kind`; null is allowed where the default is None."""
+    """Return hf[name], checked to have the type `kind`; null is allowed if the default is None."""
     value = hf.get(name, default)
     if value is REQUIRED:
         raise ConfigError(f"config.json: {name} is missing")
@@ -329,8 +337,8 @@ def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -
 
 
 def size(hf: Mapping[str, Any], name: str) -> int:
-    """hf[name], a positive int. Numbers of layers and heads have an upper bound, because lists have
-    one item for each."""
+    """Return hf[name], checked to be a positive int. Numbers of layers and heads have an upper
+    bound, because some lists have an item for each layer or head."""
     value = get(hf, name, int)
     largest = 1 << 16 if "layer" in name or "head" in name else 2**31 - 1
     if value > largest:

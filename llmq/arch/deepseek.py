@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3, and GLM-4.7-Flash: latent attention, experts and shared ones in all but the
-first layers. Kimi-K2 and Moonlight are of V3's form."""
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: latent attention, and experts with a shared expert in all
+but the first layers. Kimi-K2 and Moonlight have the architecture of V3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 
 class DeepseekV3(Glm4Moe):
-    """Routers choose groups of experts first."""
+    """DeepSeek-V3: routers choose groups of experts first."""
 
     name = "DeepseekV3ForCausalLM"
     classifier = "DeepseekV3ForSequenceClassification"
@@ -29,11 +29,11 @@ class DeepseekV3(Glm4Moe):
     norm_eps = 1e-6
     head_dim = 256
     dense_layers = 3
-    """Layers without experts, where the config does not say."""
+    """Default number of first layers without experts."""
     defaults: Mapping[str, Any] = {
         "q_lora_rank": 1536, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5
     }  # fmt: skip
-    """Fields that a config may lack, as transformers has them."""
+    """transformers' defaults of fields that config.json may lack."""
     own_fields = ("latent",)
     targets = (*Glm4Moe.targets, *LATENT_TARGETS)
 
@@ -63,7 +63,7 @@ class DeepseekV3(Glm4Moe):
         return super().fixed(model) | own | {"partial_rotary_factor": 1.0}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Without head_dim, which transformers takes for qk_rope_head_dim."""
+        """The fields without head_dim, because transformers reads head_dim as qk_rope_head_dim."""
         fields = super().write_sizes(model)
         for name in ("head_dim", "use_qk_norm"):
             del fields[name]
@@ -72,7 +72,7 @@ class DeepseekV3(Glm4Moe):
 
 
 class DeepseekV2(DeepseekV3):
-    """Routers take a softmax, whose weights need not have the sum 1."""
+    """DeepSeek-V2: routers take a softmax, and weights are not renormalized."""
 
     name = "DeepseekV2ForCausalLM"
     classifier = "DeepseekV2ForSequenceClassification"
@@ -100,7 +100,7 @@ class DeepseekV2(DeepseekV3):
 
 
 class Glm4MoeLite(DeepseekV3):
-    """The config may say of each layer whether it has experts."""
+    """GLM-4.7-Flash: config.json may say for each layer whether it has experts."""
 
     name = "Glm4MoeLiteForCausalLM"
     classifier = None

@@ -24,7 +24,7 @@ DELTA_MODULES: Mapping[str, tuple[str, ...]] = {
 }
 """By matrix of a delta net: its modules at Hugging Face, for `Architecture.modules`."""
 DELTA_TARGETS = ("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_o")
-"""Their names in --lora-targets."""
+"""Names of a delta net's matrices in --lora-targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +32,20 @@ class DeltaNet(Mixers):
     """The gated delta nets of a model."""
 
     key_heads: int
-    """Hk: of queries and of keys, divides Hv."""
+    """Hk: number of query heads, and of key heads; divides Hv."""
     value_heads: int
-    """Hv: of values, each with a state."""
+    """Hv: number of value heads, each with a state."""
     key_dim: int
     """Channels of a query or key head, rows of a state."""
     value_dim: int
     """Channels of a value head, columns of a state."""
 
     least_step: float = 0.0
-    """Below which no softplus of a falls."""
+    """Lower bound of softplus(a + dt_bias)."""
 
     @property
     def channels(self) -> int:
-        """2K + V: of queries, keys and values."""
+        """2K + V: channels of all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
@@ -65,9 +65,9 @@ class DeltaNet(Mixers):
             )
 
     def half(self, config: Any, layer: int) -> HalfSpec:
-        """A gated delta net. delta_in: (2K + V + V + 2 Hv, C), the rows of q, k and v, of z, of b,
-        of a. conv: (2K + V, taps). a_log, dt_bias: (Hv,). delta_norm: (channels of a value head,).
-        delta_o: (C, V)."""
+        """The half with a gated delta net. delta_in: (2K + V + V + 2 Hv, C), the rows of q, k, v,
+        z, b and a. conv: (2K + V, taps). a_log, dt_bias: (Hv,). delta_norm: (channels of a value
+        head,). delta_o: (C, V)."""
         C, at = config.hidden_size, _AT.format(layer)
         rows = {"delta_qkv": self.channels, "delta_z": self.values}
         rows |= dict.fromkeys(("delta_b", "delta_a"), self.value_heads)

@@ -10,7 +10,7 @@ from llmq.base.errors import ConfigError
 
 
 class Gemma3(RopeFamily):
-    """Gemma 3. RoPE of layers with a window has another base. Weights of norms are stored less
+    """Gemma 3. RoPE has another base in layers with a window. Files store the norms' weights minus
     1."""
 
     name = "Gemma3ForCausalLM"

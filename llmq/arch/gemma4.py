@@ -1,7 +1,9 @@
-"""Gemma 4 (text): other heads in layers without a window, whose keys may be their values.
+"""Gemma 4 (text): layers without a window have other heads, and their keys may also be their
+values.
 
-E2B and E4B are variants: the last layers have keys and values of earlier ones, and a third half
-adds to each layer a vector of each token, of a table beside the embedding. P: its channels.
+E2B and E4B are variants: the last layers read keys and values of earlier layers, and in each layer
+a third half adds a vector for each token, from a table beside the embedding. P: channels of the
+vector.
 
     inputs = norm(C^-1/2 * per_layer_in @ x) + P^1/2 * table[token]       x: the embedding
     stream += norm(2^-1/2 * out @ (gelu(gate @ stream) * inputs of the layer))
@@ -33,8 +35,9 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Gemma4(Gemma3):
-    """Norms as Gemma 3's, whose weights are stored as they are, and of values. Scores have no
-    factor. Layers without a window turn a part of the frequencies alone."""
+    """Gemma 4. Norms as in Gemma 3, but files store their weights unchanged, and values have norms,
+    too. Attention's scores have no factor. RoPE of layers without a window rotates a part of the
+    channels."""
 
     name = "Gemma4ForCausalLM"
     classifier = None
@@ -56,7 +59,7 @@ class Gemma4(Gemma3):
     )
     sliding_window = 512
     inputs_size = 256
-    """P where the config does not say."""
+    """Default of P."""
     rope_kinds = ("proportional",)
     modules = (
         RopeFamily.modules | norm_modules(Gemma3.norm_names) | {"ln1_scale": ("model.layers.{}",)}
@@ -64,7 +67,8 @@ class Gemma4(Gemma3):
     targets = (*Gemma3.targets, "per_layer_gate", "per_layer_projection")
 
     def of(self, model: Any) -> Architecture:
-        """The variant with vectors of each layer, or with experts, where the model has some."""
+        """The variant with per-layer vectors, or the variant with experts, if the model has
+        them."""
         if model.experts is not None:
             return WITH_EXPERTS
         return self if model.per_layer_size is None else WITH_INPUTS
@@ -79,7 +83,7 @@ class Gemma4(Gemma3):
         reject(local, "rope_type", "default")
         own = {"rope_parameters": get(rope, FULL, dict), "hidden_act": self.hidden_acts[0]}
         fields = RopeFamily.read_sizes(self, given | own)
-        windowed = (*fields["windowed_layers"][:-1], False)  # as transformers has it
+        windowed = (*fields["windowed_layers"][:-1], False)  # as in transformers
         shared = get(given, "attention_k_eq_v", bool)
         of_full = _of_full_layers(given, windowed, shared)
         full_head_dim = get(of_full, "head_dim", int, None)
@@ -108,7 +112,7 @@ class Gemma4(Gemma3):
         )
 
     def _read_sharing(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        """Read how many of the last layers share keys, and the width of vectors of each layer."""
+        """Read the number of last layers that share keys, and the width of per-layer vectors."""
         count = get(hf, "num_kv_shared_layers", int, None) or 0
         if not 0 <= count < layers:
             raise ConfigError(
@@ -132,12 +136,12 @@ class Gemma4(Gemma3):
         windowed = (model.windowed_layers or (True,) * model.num_layers)[:-1]
         last = {"windowed_layers": (*windowed, False), "attention_scale": 1.0}
         shared = model.shared_keys
-        if shared is not None:  # the last ones do
+        if shared is not None:  # only the last layers share keys
             last["shared_keys"] = tuple(sorted(shared)) if any(shared) else None
         return super().fixed(model) | last
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Heads of layers without a window in both spellings."""
+        """config.json's fields, with the heads of layers without a window in both spellings."""
         fields, last = RopeFamily.write_sizes(self, model), model.heads_of(model.num_layers - 1)
         rope, local = fields.pop("rope_parameters"), {"rope_theta": model.local_rope_theta}
         for name in ("hidden_act", "rope_scaling", "rope_theta"):
@@ -252,7 +256,7 @@ def _inputs_half(config: Any, layer: int) -> HalfSpec:
 
 
 class Gemma4Unified(Gemma4):
-    """The dense language model beside images and sound of one embedding."""
+    """The dense language model of Gemma 4 models in which images and sound share one embedding."""
 
     gguf = Gemma4.gguf
     name = "Gemma4UnifiedForCausalLM"

@@ -11,7 +11,8 @@ from llmq.arch.rope_scaling import FIRST
 
 
 class GptOss(WithExperts, RopeFamily):
-    """gpt-oss: a layer's experts are one parameter in files; released files hold 4-bit codes."""
+    """gpt-oss: in files each matrix of a layer's experts is one parameter; released files hold
+    4-bit codes."""
 
     name = "GptOssForCausalLM"
     model_type = "gpt_oss"

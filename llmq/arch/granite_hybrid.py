@@ -11,13 +11,13 @@ from llmq.arch.rope_family import FULL, RopeFamily
 from llmq.base.errors import ConfigError
 
 _SPACES, _ATTENTION = ("mamba", "linear_attention"), ("attention", FULL)
-"""Names in layer_types that are read; the first of each tuple is the one written."""
+"""Names in layer_types that are read; the first of each tuple is written."""
 _AT = "model.layers.{}"
 
 
 class GraniteHybrid(WithExperts, Granite):
-    """Models with and without experts. The MLP of the latter is as wide as the shared expert in
-    their config, beside which there is none."""
+    """Models with and without experts. In models without experts, config.json gives the MLP's width
+    as the shared expert's."""
 
     name = "GraniteMoeHybridForCausalLM"
     model_type = "granitemoehybrid"
@@ -119,7 +119,7 @@ class GraniteHybrid(WithExperts, Granite):
 
 
 def kinds_of(hf: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """Whether each layer has a state space; without layer_types all have."""
+    """True for each layer with a state space; without layer_types all layers have one."""
     kinds = get(hf, "layer_types", list, None) or [_SPACES[0]] * count
     if len(kinds) != count or any(kind not in _SPACES + _ATTENTION for kind in kinds):
         raise ConfigError(

@@ -1,13 +1,13 @@
-"""Multi-head latent attention: keys and values of all heads are made of one short row a token.
+"""Multi-head latent attention: one short row per token makes the keys and values of all heads.
 
     q         = q_b @ rmsnorm(q_a @ x), or q_proj @ x      a head: N channels, and P with RoPE
     c, k_rope = kv_a @ x                                   R channels, and P with RoPE
     k, v      = kv_b @ rmsnorm(c)                          a head: N channels, V channels
     out       = o @ attention(q, (k, k_rope), v)
 
-Generation caches rmsnorm(c) and k_rope of each token, and nothing of single heads. C: hidden size,
-H: number of heads. Rows of weights lie as kernels read them, channels with RoPE first; the `order`
-of a part says where Hugging Face stores each row.
+Generation caches only rmsnorm(c) and k_rope of each token, which all heads share. C: hidden size,
+H: number of heads. Rows of weights are in the order in which kernels read them, channels with RoPE
+first; a part's `order` says where Hugging Face stores each row.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class LatentAttention:
     """The sizes of a model's latent attention."""
 
     query_rank: int | None
-    """Rq: channels of a token's latent for queries; None: queries are made of x."""
+    """Rq: channels of a token's latent for queries; None: queries are computed from x."""
     rank: int
     """R: channels of a token's latent for keys and values."""
     plain: int
@@ -49,7 +49,7 @@ class LatentAttention:
 
     @property
     def keys(self) -> int:
-        """N + P: channels that a query and a key have."""
+        """N + P: channels of a query head or key head."""
         return self.plain + self.rotary
 
     @property
@@ -63,7 +63,7 @@ class LatentAttention:
         return self.keys**-0.5 * growth**2
 
     def validate(self) -> None:
-        """ConfigError where a size is not positive, or RoPE has an odd one."""
+        """Raise ConfigError if a size is not positive, or P is odd."""
         for name in ("query_rank", "rank", "plain", "rotary", "values"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1 << 16:
@@ -73,9 +73,9 @@ class LatentAttention:
 
 
 def latent_attention(config: Any, layer: int) -> HalfSpec:
-    """The half of a layer. latents: (Rq + R + P, C); without a latent for queries (H (P + N) + R +
-    P, C). q_latent_norm: (Rq,). kv_latent_norm: (R,). q_b: (H (P + N), Rq). kv_b: (H N + H V, R),
-    rows of keys before rows of values. o: (C, H V)."""
+    """The latent attention of a layer. latents: (Rq + R + P, C); without a latent for queries (H (P
+    + N) + R + P, C). q_latent_norm: (Rq,). kv_latent_norm: (R,). q_b: (H (P + N), Rq). kv_b: (H N +
+    H V, R), rows of keys before rows of values. o: (C, H V)."""
     its, C, H = config.latent, config.hidden_size, config.num_heads
     at = f"model.layers.{layer}.self_attn"
     queries = Part(
@@ -116,7 +116,7 @@ def latent_attention(config: Any, layer: int) -> HalfSpec:
         activations=("latents", "q_latent", "kv_latent", "qkv", "att"),
         cached={"latent": (1, its.rank + its.rotary)},
         sizes={
-            "heads": heads._replace(channels=(its.keys + its.values) // 2),  # of the two products
+            "heads": heads._replace(channels=(its.keys + its.values) // 2),  # mean of both products
             "window": config.window_of(layer),
         },
     )
@@ -139,7 +139,7 @@ def _matrix(key: str, part: Part, columns: int, x: str) -> Matrix:
 
 
 def _of_queries(its: LatentAttention, heads: int) -> Order:
-    """The stored order of rows of queries: a head's rows with RoPE come last, in pairs."""
+    """The stored order of the queries' rows: each head's rows with RoPE come last, in pairs."""
     order = []
     for first in range(0, heads * its.keys, its.keys):
         plain = first + its.rotary
@@ -148,7 +148,7 @@ def _of_queries(its: LatentAttention, heads: int) -> Order:
 
 
 def _of_keys(its: LatentAttention, heads: int) -> Order:
-    """The stored order of rows of keys and values: head by head."""
+    """The stored order of the rows of keys and values: head by head."""
     order, N, V = [], its.plain, its.values
     for head in range(heads):
         first = heads * N + head * V

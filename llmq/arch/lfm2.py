@@ -1,4 +1,5 @@
-"""LFM2: gated short convolutions in most layers, attention with norms of heads in the others."""
+"""LFM2: gated short convolutions in most layers; the others have attention with norms of queries
+and keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ _AT = "model.layers.{}"
 
 
 class Lfm2(RopeFamily):
-    """LFM2: config.json may give the MLP's width before it is cut to two thirds and rounded."""
+    """LFM2: config.json may give the MLP's width before the cut to two thirds and the rounding."""
 
     name = "Lfm2ForCausalLM"
     classifier = None

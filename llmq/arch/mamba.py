@@ -5,9 +5,9 @@
     y = S^T C + skip * x                                   document begins
     out = out_proj @ rmsnorm(y * silu(z))        step = softplus(a + dt_bias)
 
-It is a delta net without the correction, of which C, B and x are queries, keys and values: those of
-a group are shared by its heads, and the norm is over the channels of a group. Rows of in_proj are
-kept in the order C, B, x, z, a. K: channels of all groups' C, or B, V: those of all heads' x.
+Mamba-2 is a delta net without the correction, with C, B and x as queries, keys and values. The
+heads of a group share C and B, and the norm is over the channels of a group. Rows of in_proj are in
+the order C, B, x, z, a. K: channels of all groups' C, or B. V: channels of all heads' x.
 """
 
 from collections.abc import Mapping
@@ -21,27 +21,28 @@ from llmq.arch.matrix import HalfSpec, Order
 from llmq.arch.mixers import vector
 
 MAMBA_TARGETS = ("mamba_in", "mamba_o")
-"""Names of its matrices in --lora-targets."""
-NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # of transformers 5 the last one
+"""Names of a state space's matrices in --lora-targets."""
+NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # last: transformers 5
 """Values of time_step_limit that do not limit."""
 
 
 def mamba_modules(at: str) -> Mapping[str, tuple[str, ...]]:
-    """By matrix: its module at Hugging Face, for `Architecture.modules`. at: of a layer's mixer."""
+    """By matrix: its module at Hugging Face, for `Architecture.modules`. at: module name of a
+    layer's mixer."""
     return {"mamba_in": (f"{at}.in_proj",), "mamba_o": (f"{at}.out_proj",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba(DeltaNet):
-    """The state spaces of a model. key_heads: groups. key_dim: of the state. value_heads and
-    value_dim: of heads."""
+    """The state spaces of a model. key_heads: number of groups. key_dim: size of the state.
+    value_heads: number of heads. value_dim: channels of a head."""
 
     conv_bias: bool
     """The short convolution has a bias."""
 
     def half(self, config: Any, layer: int) -> HalfSpec:
-        """A state space. mamba_in: (2K + V + V + Hv, C), the rows of C, B, x, z and a. conv: (2K +
-        V, taps). a_log, dt_bias, skip: (Hv,). mamba_norm: (V,). mamba_o: (C, V)."""
+        """The half with a state space. mamba_in: (2K + V + V + Hv, C), the rows of C, B, x, z and
+        a. conv: (2K + V, taps). a_log, dt_bias, skip: (Hv,). mamba_norm: (V,). mamba_o: (C, V)."""
         C, V = config.hidden_size, self.values
         (module,) = config.arch.modules["mamba_in"]
         at, heads = module.format(layer).removesuffix(".in_proj"), (self.value_heads,)
@@ -79,7 +80,7 @@ class Mamba(DeltaNet):
         )
 
     def _stored(self, rest: tuple[int, ...]) -> Order:
-        """The order of rows in checkpoints, of rows (C, B, *rest) here. rest: x, or x, z, a."""
+        """The stored order of our rows (C, B, *rest). rest: sizes of x, or of x, z and a."""
         K, ranges = self.key_heads * self.key_dim, []
         for rows in (K, K, *rest):
             first = ranges[-1][1] if ranges else 0

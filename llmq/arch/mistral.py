@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, with a window in all layers. Ministral 3 has none.
+"""Mistral: Llama without biases, with a window in all layers. Ministral 3 has no window.
 
 Mixtral is Mistral with experts in all layers, mostly without a window.
 """

@@ -21,7 +21,7 @@ class Mixers:
         raise NotImplementedError
 
     def validate(self, num_layers: int) -> None:
-        """ConfigError where sizes disagree."""
+        """Raise ConfigError if sizes disagree."""
         if not 2 <= self.taps <= 16:
             raise ConfigError(f"model mixers: taps must be between 2 and 16, got {self.taps}")
         if len(self.layers) != num_layers:
@@ -41,8 +41,8 @@ def vector(
     order: Order = (),
     bias: bool = False,
 ) -> Module:
-    """A weight of a mixer that is no matrix, one module at Hugging Face, and its bias if it has
-    one. order: as in HfPart."""
+    """A mixer's weight that is no matrix, with its bias if there is one: one module at Hugging
+    Face. order: as in HfPart."""
     part = Part(module=module, rows=shape[0], depthwise=kind == "conv", order=order)
     return Module(
         key=key, name=module, shape=shape, parts=(part,), kind=kind, initial=initial,

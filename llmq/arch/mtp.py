@@ -3,8 +3,8 @@
     x = fc [norm(embedding of the next token) | norm(output of the trunk's final norm)]
     x -> a block -> norm -> the trunk's LM head
 
-Embedding and LM head are the trunk's. `block_config` is the model of one layer that such a block
-is: an architecture names only where the tensors are in files.
+Embedding and LM head are the trunk's. `block_config` describes the block as a model of one layer;
+an architecture only declares the names of the tensors in files.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from llmq.arch.matrix import Matrix, Module, Part
 
 MTP = "mtp"
-"""Block of the weight table, slab, and part of --train."""
+"""Name of the head as a block of the weight table, as a slab, and in --train."""
 
 
 class MtpNames(NamedTuple):
@@ -34,17 +34,18 @@ BEHIND = MtpNames(
     *(f"model.layers.{{}}{end}" for end in ("", ".eh_proj", ".enorm", ".hnorm")),
     "model.layers.{}.shared_head.norm",
 )
-"""A further layer behind the trunk's, as in files of DeepSeek and GLM."""
+"""Names of a head stored as one more layer behind the trunk's, as in files of DeepSeek and GLM."""
 
 
 def block_config(config: Any) -> Any:
-    """The model of one layer, of which the head has block and final norm. config: a ModelConfig."""
+    """The ModelConfig of one layer whose block and final norm the head has. config: the trunk's
+    ModelConfig."""
     experts = None if config.experts is None else replace(config.experts, layers=None)
     return replace(config, num_layers=1, mixers=None, experts=experts)
 
 
 def mtp_modules(config: Any) -> tuple[Module, ...]:
-    """The modules of an MTP head: block, `fc` (C, 2C), and norms of C."""
+    """The modules of an MTP head: the block's, `fc` (C, 2C), and three norms (C,)."""
     names = MtpNames(*(name.format(config.num_layers) for name in config.arch.mtp))
     own, C = block_config(config), config.hidden_size
     (of_model,) = (m for m in config.arch.head(config) if m.key == "norm")
@@ -67,7 +68,7 @@ def mtp_modules(config: Any) -> tuple[Module, ...]:
 
 
 def _renamed(module: Module, layer: str) -> Module:
-    """A module of layer 0, as files have it in an MTP head."""
+    """A module of layer 0 under its names in an MTP head's files."""
 
     def own(name: str) -> str:
         return name.replace("model.layers.0", layer, 1)

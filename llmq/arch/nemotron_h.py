@@ -18,7 +18,7 @@ _NAMES = {
     "rms_norm_eps": "layer_norm_epsilon",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
-"""Names of fields of other families, each with its name here."""
+"""Field names of other families, each with this family's name."""
 _FOREIGN = "rope_theta rope_scaling rope_parameters decoder_sparse_step mlp_only_layers".split()
 """Fields of other families that are not written."""
 _DEFAULTS = {
@@ -28,7 +28,7 @@ _DEFAULTS = {
     "ssm_state_size": 128, "n_groups": 8, "mamba_num_heads": 128, "mamba_head_dim": 64,
     "conv_kernel": 4, "use_conv_bias": True,
 }  # fmt: skip
-"""Fields that a config may lack, as transformers has them."""
+"""transformers' defaults of fields that config.json may lack."""
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
@@ -81,11 +81,11 @@ class NemotronH(WithExperts, RopeFamily):
     }
 
     def of(self, model: Any) -> Architecture:
-        """The variant with experts, where the model has some."""
+        """The variant with experts, if the model has experts."""
         return self if model.experts is None else WITH_EXPERTS
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        """One half, attention or a mixer in front of an MLP or experts."""
+        """A layer's only half: attention, a mixer, an MLP or experts."""
         return (super().layers(model, layer)[model.mlp_layers[layer]],)
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class NemotronH(WithExperts, RopeFamily):
 
 
 class _WithExperts(NemotronH):
-    """The variant with experts, which GGUF has under another name."""
+    """The variant with experts, which has another name in GGUF files."""
 
     gguf = GgufKind("nemotron_h_moe", heads=True, routers=True)
 

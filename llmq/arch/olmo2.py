@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms of the output of each half of a block, and of all queries and all keys.
+"""OLMo 2 and 3: norms of the output of each half of a block, of all query channels and all key
+channels of a token.
 
 OLMoE has experts in all layers, and the same norms of queries and keys.
 """
@@ -39,7 +40,8 @@ class Olmo2(_Olmo):
 
 
 class Olmo3(Olmo2):
-    """OLMo 3: three of four layers have a window; RoPE is scaled in the others alone."""
+    """OLMo 3: three of four layers have a window; RoPE is scaled only in layers without a
+    window."""
 
     name = "Olmo3ForCausalLM"
     model_type = "olmo3"
@@ -51,7 +53,8 @@ class Olmo3(Olmo2):
     full_every = 4
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """rope_parameters may be of kinds of layers; rope_scaling is of those without a window."""
+        """rope_parameters may be given by kind of layer; rope_scaling is for layers without a
+        window."""
         rope = get(hf, "rope_parameters", dict, None) or {}
         local = get(rope, WINDOWED, dict, None) or {}
         reject(local, "rope_type", "default")

@@ -1,6 +1,6 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values alone; a window in some layers.
+"""Qwen2 and Qwen2.5: biases only on queries, keys and values; a window in some layers.
 
-Qwen2-MoE and Qwen1.5-MoE are Qwen2 with experts, and one more that every token meets.
+Qwen2-MoE and Qwen1.5-MoE are Qwen2 with experts and a shared expert, which computes every token.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Qwen2(RopeFamily):
     own_tokenizer_class = "Qwen2Tokenizer"
     sliding_window = 4096
     max_window_layers = 28
-    """Default of config.json."""
+    """Default of config.json's max_window_layers."""
 
     def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """The window, and the layers that have the window; see the family's."""
@@ -50,11 +50,12 @@ class Qwen2(RopeFamily):
         return {"sliding_window": window, "windowed_layers": None if all(layers) else layers}
 
     def has_window(self, layer: int, max_window_layers: int) -> bool:
-        """True if the layer has the window, if config.json has no layer_types."""
+        """True if the layer has the window in a config.json without layer_types."""
         return layer >= max_window_layers
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With the window: its first layer, as transformers 4 reads it, and all layers."""
+        """config.json's fields; a window's layers are written as transformers 4 reads them (first
+        layer), and as layer_types."""
         windowed = [model.window_of(layer) is not None for layer in range(model.num_layers)]
         windows = {
             "use_sliding_window": any(windowed),

@@ -21,12 +21,13 @@ _SIZES = {
     "value_dim": ("linear_value_head_dim", 128),
     "taps": ("linear_conv_kernel_dim", 4),
 }
-"""Fields of DeltaNet: names in config.json, and defaults."""
+"""By field of DeltaNet: the name in config.json, and the default."""
 
 
 class Qwen35(RopeFamily):
-    """Qwen3.5. Weights of norms are stored less 1, except behind delta nets. RoPE rotates a quarter
-    of each head. Positions of images have three axes, equal ones in text."""
+    """Qwen3.5. Files store the norms' weights minus 1, except for norms behind delta nets. RoPE
+    rotates a quarter of each head. Positions have three axes for images; in text the three are
+    equal."""
 
     name = "Qwen3_5ForCausalLM"
     classifier = "Qwen3_5TextForSequenceClassification"
@@ -93,8 +94,8 @@ def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 class Qwen35Moe(WithExperts, Qwen35):
-    """Qwen3.5-MoE. Released files hold a layer's experts as one parameter. No layer has an MLP, so
-    that intermediate_size is the experts'."""
+    """Qwen3.5-MoE. Released files hold each matrix of a layer's experts as one parameter. No layer
+    has an MLP; intermediate_size is the experts' width."""
 
     name = "Qwen3_5MoeForCausalLM"
     classifier = None
@@ -121,7 +122,7 @@ class Qwen35Moe(WithExperts, Qwen35):
     shares = True
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """intermediate_size is the experts'."""
+        """Read the experts' width as intermediate_size."""
         return super().read_sizes({**hf, "intermediate_size": size(hf, "moe_intermediate_size")})
 
     def write_sizes(self, model: Any) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class Qwen3Next(WithExperts, Qwen35):
 
 
 def _joint_parts(net: DeltaNet, layer: int) -> tuple[Part, ...]:
-    """Parts of q, k, v, z and of b, a: by key head, each head's rows of all four, or both."""
+    """The two parts of delta_in: one with the rows of q, k, v, z of each key head in turn, one with
+    the rows of b, a."""
     keys, each = net.key_heads * net.key_dim, net.value_heads
     rows = {"qkvz": (keys, keys, net.values, net.values), "ba": (each, each)}
     targets = {"qkvz": ("delta_qkv", "delta_z"), "ba": ("delta_b", "delta_a")}

@@ -23,8 +23,8 @@ class RopeFamily(Architecture):
     sliding_window: int | None = None
     """Default of sliding_window."""
     full_every: int | None = None
-    """Without layer_types, every full_every-th layer has full attention. None: all layers are
-    alike."""
+    """In a config.json without layer_types, every full_every-th layer has full attention. None: all
+    layers are alike."""
     older_windows: str | None = None
     """Name of the field with full_every in files that are older than layer_types."""
     rope_kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "proportional")
@@ -82,8 +82,8 @@ class RopeFamily(Architecture):
         }
 
     def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The window of attention, and the layers that have it; no window if it is at least
-        `longest`.
+        """The fields for attention's window, and for the layers with the window; a window of
+        `longest` or more is none.
 
         longest: tokens of the longest sequence.
         """
@@ -171,7 +171,7 @@ def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
 def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...], *, partial: bool) -> dict[str, Any]:
     """Base, scaling and rotated share of RoPE, from rope_theta and rope_scaling (transformers 4),
     or from rope_parameters (transformers 5). If both are given, rope_scaling wins, as it does in
-    transformers 5. partial: whether only a part of the channels may be rotated."""
+    transformers 5. partial: True if a part of the channels may stay unrotated."""
     outer = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     inner = get(hf, outer, dict, None) or {}
     rope = {f"{outer}.{name}": value for name, value in inner.items()}

@@ -2,7 +2,8 @@
 
     b, c, x = products of the input        out = conv_o @ (c * convolution(b * x))
 
-Depthwise, causal, with `taps` weights a channel, inside documents. C: hidden size.
+The convolution is depthwise and causal, has `taps` weights for each channel, and stays inside
+documents. C: hidden size.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ class ShortConvs(Mixers):
     """The short convolutions of a model."""
 
     def half(self, config: Any, layer: int) -> HalfSpec:
-        """A gated short convolution. conv_in: (3C, C), the rows of b, c and x. conv: (C, taps).
-        conv_o: (C, C)."""
+        """The half with a gated short convolution. conv_in: (3C, C), the rows of b, c and x. conv:
+        (C, taps). conv_o: (C, C)."""
         C, at = config.hidden_size, f"model.layers.{layer}.conv"
         conv = vector("conv", f"{at}.conv", (C, self.taps), "normal", kind="conv")
         conv_in = matrix(

@@ -55,9 +55,9 @@ class Callback:
     the callbacks. An exception in a method ends the run. In a run of several processes each process
     has callbacks of its own.
 
-    stop: the reason to end the run before its last step, as one line for the log; None: go on.
-    A run looks after each step and evaluation, `Trainer.step` never. With several processes all
-    must give the same answer.
+    stop: the reason to end the run before its last step, as one line for the log; None: go on. A
+    run reads `stop` after each step and evaluation; `Trainer.step` never does. With several
+    processes all must give the same answer.
     """
 
     stop: str | None = None

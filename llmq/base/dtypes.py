@@ -13,12 +13,13 @@ E4M3_MAX = 448.0  # largest finite E4M3 value, S.1111.110
 E5M2_MAX = 57344.0  # largest finite E5M2 value, S.11110.11
 # Half precision, whose maximum is 65,504, holds the sum of 64 products of codes up to 30.
 E4M3_HALF_MAX, HALF_TERMS = 30.0, 64
-I8_MAX = 127  # of codes; -128 is unused, so that the range is symmetric
+I8_MAX = 127  # largest code; -128 is unused, so that the range is symmetric
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity in every launch
 class DType:
-    """One element type. name: in kernels and options. label: in llm.q-style reports."""
+    """One element type. name: the word in kernels and options. label: the word in reports.
+    itemsize: bytes."""
 
     name: str
     label: str
@@ -49,7 +50,7 @@ NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see for
 MXFP4 = _dtype("mxfp4", "MXFP4", np.uint8)  # like NF4, see formats/mxfp4.py
 NVFP4 = _dtype("nvfp4", "NVFP4", np.uint8)  # see formats/nvfp4.py
 E4M3_BLOCKS = _dtype("e4m3-blocks", "F8_E4M3_BLOCKS", np.uint8)  # see formats/e4m3_blocks.py
-TERNARY = _dtype("ternary", "TERNARY", np.int8)  # of products alone, see formats/ternary.py
+TERNARY = _dtype("ternary", "TERNARY", np.int8)  # only for products, see formats/ternary.py
 
 FP8_MAX = {E4M3: E4M3_MAX, E4M3_HALF: E4M3_HALF_MAX, E5M2: E5M2_MAX}
 FP8 = tuple(FP8_MAX)
@@ -92,8 +93,8 @@ assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
 
 
 class Limits(NamedTuple):
-    """Limits of a step's gradient norm and mean loss: a step beyond one makes no update. 0: none.
-    Values are exact in F32, so that host and device agree."""
+    """Limits of a step's gradient norm and mean loss: a step beyond a limit makes no update. 0: no
+    limit. Values are exact in F32, so that host and device agree."""
 
     norm: float = 0.0
     loss: float = 0.0

@@ -229,8 +229,8 @@ def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: st
 
 
 def check_readable(path: Path) -> None:
-    """Raise ConfigError for a pipe or a device, which may never end, and OSError if nothing is
-    there. Pipes of the shell, such as <(command), are allowed: a process writes to them."""
+    """Raise ConfigError for a pipe or a device, which may never end, and OSError if there is no
+    such path. Pipes of the shell, such as <(command), are allowed: a process writes to them."""
     mode = os.stat(path).st_mode
     of_shell = str(path).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (of_shell and stat.S_ISFIFO(mode))):
@@ -272,8 +272,8 @@ def read_own(path: Path) -> bytes:
 
 
 def check_writable(flag: str, directory: Path) -> None:
-    """Raise LlmqError, naming the flag, if a directory is not writable: now, not after hours. The
-    directory need not exist yet."""
+    """Raise LlmqError, naming the flag, if a directory is not writable; called before hours of
+    work. The directory need not exist yet."""
     existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     missing = directory.parts[len(existing.parts) :]
     longest = (temporary_path(Path(name)).name for name in missing)

@@ -14,7 +14,8 @@ from llmq.base.dtypes import DType
 from llmq.base.tensor import Tensor
 
 CODES_MULTIPLE = 16
-"""Codes that products read at a time, 16 bytes: the summed dimension is a multiple of it."""
+"""Number of 1-byte codes that products read at a time: the summed dimension is a multiple of
+this."""
 
 
 def turned(shape: tuple[int, int]) -> tuple[int, int]:
@@ -88,7 +89,7 @@ class ProductCodes(NamedTuple):
 
 
 Result = Tensor | ProductCodes
-"""A product's output, as the product has written it."""
+"""A product's output: the tensor, or the codes that the product has written instead."""
 
 
 @dataclass(slots=True)
@@ -169,8 +170,8 @@ class Int8Rows(NamedTuple):
 
 
 class Nf4Run(NamedTuple):
-    """Rows [first, first + rows) of a matrix (N, K), of modules of one size, as NF4 codes that lie
-    together: see `ops.quantize.four_bits`."""
+    """Rows [first, first + rows) of a matrix (N, K), from modules of one size, as contiguous NF4
+    codes: see `ops.quantize.four_bits`."""
 
     first: int
     rows: int
@@ -182,9 +183,9 @@ class Nf4Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4:
-    """A frozen weight (N, K) as NF4 codes, which products of few rows decode as they read them; or
-    those of experts, (E, N, K). runs: of all rows, of experts one. levels: F32 (256,), of
-    scales."""
+    """A frozen weight (N, K), or experts' weights (E, N, K), as NF4 codes, which products of few
+    rows decode while reading. runs: cover all rows; experts have one run. levels: F32 (256,),
+    values of scale_codes."""
 
     shape: tuple[int, ...]
     runs: tuple[Nf4Run, ...]
@@ -193,8 +194,8 @@ class Nf4:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4:
-    """Frozen experts (E, N, K) as MXFP4 codes, which products of few rows decode as they read
-    them. codes: U8 (E N K / 2,). exponents: U8 (E N K / 32,)."""
+    """Frozen experts' weights (E, N, K) as MXFP4 codes, which products of few rows decode while
+    reading. codes: U8 (E N K / 2,). exponents: U8 (E N K / 32,)."""
 
     shape: tuple[int, ...]
     codes: Tensor
@@ -202,9 +203,9 @@ class Mxfp4:
 
 
 class BytesRun(NamedTuple):
-    """Rows [first, first + rows) of a matrix (N, K), of modules of of_module rows, as codes (rows *
-    K,), E4M3 or I8. scales: F32, of the of_scale next rows of a module by `columns` parts of K, of
-    128 columns each if several."""
+    """Rows [first, first + rows) of a matrix (N, K), from modules of of_module rows, as codes (rows
+    * K,), E4M3 or I8. scales: F32, one for each of_scale rows of a module and each of `columns`
+    parts of K; if there are several parts, a part has 128 columns."""
 
     first: int
     rows: int
@@ -217,8 +218,8 @@ class BytesRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """A frozen weight (N, K) as codes of a byte, which products of few rows decode as they read
-    them; or those of experts, (E, N, K). runs: of all rows, of experts one."""
+    """A frozen weight (N, K), or experts' weights (E, N, K), as 1-byte codes, which products of few
+    rows decode while reading. runs: cover all rows; experts have one run."""
 
     shape: tuple[int, ...]
     runs: tuple[BytesRun, ...]
@@ -257,8 +258,8 @@ def tensor_of(x: Operand) -> Tensor:
 
 
 class AdapterBlocks(NamedTuple):
-    """Places of several adapters' B in one matrix (N, R), see `ops.product.adapter.expand`. rows:
-    N. columns: R. spans: rows of each adapter. scales: factor of each adapter."""
+    """The layout of several adapters' B in one matrix (N, R), see `ops.product.adapter.expand`.
+    rows: N. columns: R. spans: each adapter's rows [start, stop). scales: each adapter's factor."""
 
     rows: int
     columns: int
@@ -268,7 +269,7 @@ class AdapterBlocks(NamedTuple):
 
 class DropoutMask(NamedTuple):
     """The elements that dropout keeps, see `ops.pointwise.elementwise.dropout`. scalars:
-    StepScalars, I32 (16,). sequences: of a micro-batch."""
+    StepScalars, I32 (16,). sequences: number of sequences in a micro-batch."""
 
     probability: float
     salt: int
@@ -322,8 +323,8 @@ STORE = Epilogue()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activated(Epilogue):
     """An activation of the product, whose out is a ProductOutput. A gated activation reads [up |
-    gate], (M, 2F). name: in ACTIVATIONS. to: buffers of the activation, (M, F). None: only the
-    product is written, with the same bits as in front of the activation; out is then as for
+    gate], (M, 2F). name: a key of ACTIVATIONS. to: buffers of the activation, (M, F); None: only
+    the product is written, with the same bits as in front of the activation, and out is as for
     STORE."""
 
     kind: ClassVar[str] = "glu"

@@ -20,10 +20,10 @@ from llmq.base.errors import DataError
 
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # RFC 1952, RFC 8878
 PACKED = tuple(_MAGIC)
-READ_BYTES = 1 << 18  # of a file at once
-_PACKED_BYTES = 1 << 12  # of Zstandard at once; its content may be thousands of times longer
+READ_BYTES = 1 << 18  # bytes of a file that are read at once
+_PACKED_BYTES = 1 << 12  # of Zstandard read at once; its content may be thousands of times longer
 MOST_RATIO = 500  # bytes of content for each packed byte; text has 2 to 20
-_FREE_BYTES = 64 << 20  # of content that may have any ratio
+_FREE_BYTES = 64 << 20  # bytes of content that may have any ratio
 
 
 def is_packed(path: str) -> bool:
@@ -205,7 +205,8 @@ def too_long(where: str, max_record: int) -> DataError:
 
 
 def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes, int]]:
-    """Yield each line and its end; of a line that is too long, enough bytes to show this."""
+    """Yield each line and the offset of its end. A line that is too long is cut, but stays longer
+    than max_record."""
     while text := file.readline(max_record + 3):  # with \r\n
         offset += len(text)
         yield text, offset
@@ -214,9 +215,10 @@ def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes
 def elements(
     path: str, file: BinaryIO, offset: int, *, growing: bool = False, max_record: int = MAX_RECORD
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield the objects in an array, each with its end. offset: of the file's start, or such an
-    end. growing: True if the array may stop anywhere, because it is still being written. path: for
-    messages. DataError if another thing begins, or an object has more than max_record bytes."""
+    """Yield the objects in an array, each with the offset of its end. offset: where `file` begins:
+    0, or such an end. growing: True if the array may stop anywhere, because it is still being
+    written. path: for messages. DataError if another thing begins, or an object has more than
+    max_record bytes."""
     data, start = b"", 0  # bytes read last, and how many of them are finished
     bracket, comma = (b"", b",") if offset else (b"[", b"")
     at_end = False

@@ -33,7 +33,7 @@ class Result:
 
     @property
     def told(self) -> dict[str, float]:
-        """The values for the console, without those of which there is nothing: the reward of
-        desirable answers, where a validation has none."""
+        """The values for the console, without missing ones, such as the reward of desirable answers
+        in a validation without such answers."""
         found = {name: self.numbers[name] for name in self.shown}
         return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -6,7 +6,8 @@ from heapq import heapify, heapreplace
 from typing import Any
 
 EQUAL, AUTO = "equal", "auto"
-"""Values of --share: as many micro-batches for each rank, or by measured rates."""
+"""Values of --share: the same number of micro-batches for each rank, or numbers by measured
+rates."""
 
 
 def parse_share(value: Any) -> str:
@@ -19,9 +20,9 @@ def parse_share(value: Any) -> str:
 
 
 def apportion(total: int, rates: Sequence[float]) -> list[int]:
-    """Divide `total` micro-batches, at least one for each rank, so that the rank that needs longest
-    needs least. rates: micro-batches that ranks compute in the same time. The next one goes to the
-    rank that would be done with it first; among several to the first."""
+    """Divide `total` micro-batches, at least one for each rank, so that the slowest rank ends as
+    early as possible. rates: number of micro-batches that each rank computes in the same time. Each
+    micro-batch goes to the rank that would end it first; of several such ranks to the first."""
     shares = [1] * len(rates)
     ends = [(2 / rate, rank) for rank, rate in enumerate(rates)]
     heapify(ends)

@@ -58,10 +58,10 @@ class Input(NamedTuple):
 class StepInputs(NamedTuple):
     """The inputs of a micro-step on the device.
 
-    tokens: I32 (B, T). targets: I32 (B, T), negative where masked; None where nothing is predicted.
-    first_key: I32 (B, T), the first position that each query sees, its document's first
+    tokens: I32 (B, T). targets: I32 (B, T), negative if masked; None if no loss is computed.
+    first_key: I32 (B, T), the first position that each query sees, where its document starts
     (`Batch.starts`); None: 0 everywhere. named: inputs that the loss and the architecture declare
-    (`Input`), by name; without the architecture's where text alone is scored or continued.
+    (`Input`), by name; empty for scoring and generation.
     """
 
     tokens: Tensor

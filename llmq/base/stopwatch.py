@@ -19,7 +19,8 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the work; without effect in another thread, and once nobody measures."""
+        """Measure the `with` block as a part of the work. No effect in other threads, or after the
+        last `take`."""
         if not self.running or threading.current_thread() is not threading.main_thread():
             yield
             return

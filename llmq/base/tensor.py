@@ -19,8 +19,8 @@ class Tier:
     """A kind of memory. on_host: True if it lies beside the device, behind the bus, so that an
     update has to move its content. direct: True if kernels and collectives work in it; otherwise
     only copies reach it. in_ram: True if its bytes are the machine's memory. cached: True if the
-    CPU reads it at full speed. align: of tensors, in bytes; 256 is enough for cuBLASLt, cuDNN and
-    16-byte vector accesses."""
+    CPU reads it at full speed. align: alignment of tensors in bytes; 256 is enough for cuBLASLt,
+    cuDNN and 16-byte vector accesses."""
 
     name: str
     on_host: bool = True
@@ -53,8 +53,8 @@ POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses
 
 class Storage:
     """One allocation. place: "stack", or the name of a tier. base: address of the first byte, 0 on
-    the plan device. bytes: uint8 view of the allocation; None if the host has no access. tier: of
-    the memory."""
+    the plan device. bytes: uint8 view of the allocation; None if the host has no access. tier: the
+    memory's Tier."""
 
     __slots__ = ("base", "bytes", "place", "tier")
 
@@ -67,8 +67,8 @@ class Storage:
 
 class Tensor:
     """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
-    ptr: address of the first element. on_host, direct: of its tier. kind: all properties that
-    declarations of kernel arguments check."""
+    ptr: address of the first element. on_host, direct: as in the storage's Tier. kind: all
+    properties that declarations of kernel arguments check."""
 
     __slots__ = (
         "_array", "direct", "dtype", "kind", "name", "nbytes", "offset", "on_host", "ptr", "shape",

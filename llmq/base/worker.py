@@ -75,13 +75,13 @@ class Worker:
         self._at_end = Finalize(self, _end, (self._process, self.connection), exitpriority=1)
 
     def send(self, task: Any, places: Sequence[str]) -> None:
-        """Send a task. places: of its items, for messages."""
+        """Send a task. places: names of the places of the task's items, for messages."""
         self._places, self._item.value = places, -1
         with contextlib.suppress(OSError):  # the process has ended, which `result` reports
             self.connection.send(task)
 
     def result(self) -> Any:
-        """Return the worker's answer to the task. DataError, with the item's place, if it
+        """Return the worker's answer to the task. DataError, with the item's place, if an item
         failed."""
         try:
             value, error = self.connection.recv()

@@ -41,10 +41,9 @@ from llmq.runtime.device import Device
 
 
 class _Parts(NamedTuple):
-    """What the adapters of one matrix in one layer need. times_alpha: `matrix` with scales
-    multiplied by the alpha of its product. salt: distinguishes the matrix in dropout. hidden: h
-    (rows, R). norms: F32 (out_features,), the norms of the rows of W + B A (DoRA); None without
-    magnitudes."""
+    """The adapters of one matrix in one layer. times_alpha: `matrix` with scales multiplied by the
+    alpha of its product. salt: distinguishes the matrix in dropout. hidden: h (rows, R). norms: F32
+    (out_features,), the norms of the rows of W + B A (DoRA); None without magnitudes."""
 
     matrix: Adapted
     times_alpha: Adapted

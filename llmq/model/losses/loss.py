@@ -27,8 +27,8 @@ class Rows(NamedTuple):
 
 
 class LossContext(NamedTuple):
-    """What a loss computes with: device, normalized options, and a micro-batch's tensors of the
-    loss's `inputs`, by name."""
+    """Tools of a loss: the device, normalized options, and a micro-batch's tensors of the loss's
+    `inputs`, by name."""
 
     dev: Device
     batch: BatchOptions
