@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (dense): Llama whose heads are stored in pairs of channels that RoPE turns."""
+"""ERNIE 4.5 (dense): Llama whose files store the two channels of a RoPE pair side by side."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Ernie45(RopeFamily):
-    """ERNIE 4.5: use_bias in config.json is for projections of attention and of the MLP."""
+    """ERNIE 4.5: use_bias in config.json holds for attention's and the MLP's projections."""
 
     name = "Ernie4_5ForCausalLM"
     classifier = None

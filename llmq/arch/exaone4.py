@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind each half, and of each head. In models with windows, layers without a
-window have no RoPE."""
+"""EXAONE 4: norms behind each half, and of each query and key head. In models with windows, layers
+without a window have no RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Exaone4(RopeFamily):
-    """EXAONE 4: sliding_window_pattern in config.json is the distance of layers without a
-    window."""
+    """EXAONE 4: with sliding_window_pattern n in config.json, every n-th layer has no window."""
 
     name = "Exaone4ForCausalLM"
     model_type = "exaone4"
@@ -27,7 +26,8 @@ class Exaone4(RopeFamily):
     modules = Olmo2.modules
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """A config without sliding_window means one of 4096; null: none, and RoPE in all layers."""
+        """Without sliding_window in config.json, the window is 4096; with null, there is no window,
+        and all layers have RoPE."""
         given, window = {"sliding_window": 4096} | dict(hf), hf.get("sliding_window", 4096)
         if hf.get("layer_types") is None:  # else the pattern is a word such as LLLG
             every = get(hf, "sliding_window_pattern", int, None) or 4
@@ -39,7 +39,8 @@ class Exaone4(RopeFamily):
         return fields | {"rope_layers": rope}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With a window where layers differ in RoPE, also where no sequence is longer."""
+        """If layers differ in RoPE, write layer_types, even if no sequence is longer than the
+        window."""
         fields = super().write_sizes(model)
         if model.rope_layers is None:
             return fields | {"sliding_window": None}

@@ -1,4 +1,5 @@
-"""Gemma 2: Gemma 3 without norms of heads, with soft caps, and windows in every other layer."""
+"""Gemma 2: Gemma 3 without norms of queries and keys, with soft caps, and windows in every other
+layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Gemma2(Gemma3):
-    """Scores of attention have a soft cap, which cuDNN does not compute."""
+    """Gemma 2. Attention's scores have a soft cap, which cuDNN does not compute."""
 
     name = "Gemma2ForCausalLM"
     classifier = "Gemma2ForSequenceClassification"
@@ -23,7 +24,7 @@ class Gemma2(Gemma3):
     rope_kinds = RopeFamily.rope_kinds
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Caps that a config lacks are transformers' defaults."""
+        """Caps that config.json lacks have transformers' defaults."""
         reject(hf, "hidden_activation", "gelu_pytorch_tanh")
         reject(hf, "use_bidirectional_attention", False, None)
         given = {"tie_word_embeddings": True, "query_pre_attn_scalar": 256} | dict(hf)

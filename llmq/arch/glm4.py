@@ -1,4 +1,4 @@
-"""GLM-4: RoPE of half of each head's channels, stored in pairs, and gate and up in one matrix.
+"""GLM-4: RoPE rotates half of each head's channels, stored in pairs; gate and up are one matrix.
 
 GLM-4 of 2024 (`glm`) has norms in front of the halves of blocks, GLM-4 of 2025 (`glm4`) also
 behind them.

@@ -8,7 +8,8 @@ from llmq.base.errors import ConfigError
 
 
 class Gpt2(Architecture):
-    """GPT-2: own names in config.json; Conv1D layers store (in_features, out_features)."""
+    """GPT-2: config.json has field names of its own; Conv1D layers store (in_features,
+    out_features)."""
 
     name = "GPT2LMHeadModel"
     model_type = "gpt2"
@@ -78,6 +79,6 @@ class Gpt2(Architecture):
         }
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """Its file has no head size and no number of key heads."""
+        """Also fixes head size and number of key heads, for which config.json has no fields."""
         heads = {"num_kv_heads": model.num_heads, "hidden_size": model.num_heads * model.head_dim}
         return super().fixed(model) | heads

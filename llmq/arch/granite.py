@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Granite(RopeFamily):
-    """Granite: biases by attention_bias and mlp_bias, as in Llama."""
+    """Granite: attention_bias and mlp_bias decide on biases, as in Llama."""
 
     name = "GraniteForCausalLM"
     classifier = None

@@ -1,5 +1,5 @@
-"""Llama 1 to 3: biases by attention_bias and mlp_bias. CWM is Llama with windows, Arcee Llama with
-an MLP of two matrices and ReLU's square."""
+"""Llama 1 to 3: attention_bias and mlp_bias decide on biases. CWM is Llama with windows. Arcee is
+Llama with an MLP of two matrices and ReLU's square."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
 
 
 class Llama(RopeFamily):
-    """Llama: RopeFamily with biases by attention_bias and mlp_bias."""
+    """Llama: RopeFamily with biases if attention_bias and mlp_bias say so."""
 
     name = "LlamaForCausalLM"
     model_type = "llama"

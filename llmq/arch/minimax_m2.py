@@ -1,4 +1,5 @@
-"""MiniMax-M2: experts behind sigmoids in all layers, norms of all queries and all keys."""
+"""MiniMax-M2: experts chosen by sigmoids in all layers, norms of all query channels and all key
+channels of a token."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +37,7 @@ class MiniMaxM2(WithExperts, RopeFamily):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Released files have the number of rotated channels."""
+        """Released files give the number of rotated channels instead of partial_rotary_factor."""
         reject(hf, "scoring_func", "sigmoid")
         reject(hf, "use_routing_bias", True)
         reject(hf, "shared_intermediate_size", 0, None)

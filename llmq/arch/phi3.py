@@ -29,7 +29,7 @@ class Phi3(RopeFamily):
     gate_first = True
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With the window, and the length of the first training beside what stretches it."""
+        """config.json's fields, with the window, and the sequence length before RoPE scaling."""
         scaling = model.rope_scaling
         first = {FIRST: (scaling and scaling.original_max_positions) or model.max_positions}
         return super().write_sizes(model) | first | {"sliding_window": model.sliding_window}

@@ -1,4 +1,5 @@
-"""Qwen3: RMSNorm on query and key heads, whose size is given; biases by attention_bias.
+"""Qwen3: RMSNorm on query and key heads, whose size config.json gives; attention_bias decides on
+biases.
 
 Qwen3-MoE has experts in the place of the MLP, in all layers or in some.
 """
@@ -12,7 +13,7 @@ from llmq.arch.qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):
-    """Qwen3: fields of windows as in Qwen2."""
+    """Qwen3: config.json's fields about windows are Qwen2's."""
 
     name = "Qwen3ForCausalLM"
     model_type = "qwen3"
@@ -26,7 +27,8 @@ class Qwen3(Qwen2):
 
 class Qwen3Moe(WithExperts, Qwen3):
     """Qwen3-MoE. transformers 5 writes the number of experts under Mixtral's name, and reads both
-    names. As there, all layers have the window, whatever layer_types and max_window_layers say."""
+    names. As in transformers, all layers have the window, whatever layer_types and
+    max_window_layers say."""
 
     name = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"

@@ -114,7 +114,8 @@ class RopeScaling:
                 )
 
     def write(self) -> dict[str, Any]:
-        """Fields of rope_parameters without the base and without defaults."""
+        """The fields of rope_parameters, without the base and without fields that have their
+        defaults."""
         found: dict[str, Any] = {"rope_type": self.kind}
         if self.factor is not None and (self.kind != "proportional" or self.factor != 1):
             found["factor"] = self.factor
@@ -128,7 +129,7 @@ class RopeScaling:
 
 
 def longest_sequence(scaling: RopeScaling | None, max_positions: int) -> int:
-    """Tokens of the longest sequence that positions are known for."""
+    """Length in tokens of the longest sequence whose positions the model knows."""
     grows = scaling is not None and scaling.kind == "dynamic"
     return int(max_positions * (scaling.factor if grows else 1))
 
@@ -136,8 +137,8 @@ def longest_sequence(scaling: RopeScaling | None, max_positions: int) -> int:
 def read_scaling(
     rope: Mapping[str, Any], outer: str, kinds: tuple[str, ...], max_positions: int, first: int
 ) -> RopeScaling | None:
-    """The scaling in `rope`, config.json's field `outer`; None for the default kind.
-    max_positions: of the model. first: default of the length before stretching."""
+    """The scaling in `rope`, config.json's field `outer`; None for the default kind. max_positions:
+    the model's. first: default of the sequence length before stretching."""
     named = {f"{outer}.{name}": value for name, value in rope.items()}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind

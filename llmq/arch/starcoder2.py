@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Starcoder2(RopeFamily):
-    """StarCoder2: use_bias in config.json is for all projections."""
+    """StarCoder2: use_bias in config.json holds for all projections."""
 
     name = "Starcoder2ForCausalLM"
     model_type = "starcoder2"

@@ -41,7 +41,7 @@ NOT_FINITE = (
     "the model's predictions are not finite numbers: its weights are damaged, use an earlier "
     "checkpoint"
 )
-"""The text of an LlmqError where a forward pass has made NaN or an infinity."""
+"""The text of the LlmqError for NaN or an infinity in the results of a forward pass."""
 
 
 class DiskError(LlmqError):

@@ -126,9 +126,9 @@ NOWHERE = OutBuffers("", None)
 class ProductOutput:
     """The output of a product in front of an activation, where no kernel computes both.
 
-    name, shape, dtype: of the output. tensor: memory that is always written, because it is read
-    later; None: `product` takes scratch if necessary. codes: the product writes codes with this
-    scale; None: it writes the tensor.
+    name, shape, dtype: those of the output. tensor: memory that is always written, because it is
+    read later; None: `product` takes scratch if necessary. codes: the product writes codes with
+    this scale; None: it writes the tensor.
     """
 
     name: str

@@ -179,8 +179,9 @@ def _next_byte(file: BufferedReader) -> bytes:
 def read_json(
     path: str, layout: str, offset: int, line: int, max_record: int = MAX_RECORD
 ) -> Iterator[Item]:
-    """Yield the records as bytes. layout: of json_layout. offset, line: of the Item read before.
-    max_record: bytes of a record; DataError for a longer record, which is not read."""
+    """Yield the records as bytes. layout: the result of json_layout. offset, line: those of the
+    last Item read; 0 at first. max_record: bytes of a record; DataError for a longer record, which
+    is not read."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         is_array = layout == "json"

@@ -15,8 +15,8 @@ class Result:
     evaluation reports; shown: names of the values on the console. saturated: elements beyond their
     delayed fp8 scales. communication: milliseconds in which a rank only waited for other ranks,
     mean over ranks; None with one rank, 0 for an evaluation. waits: these milliseconds by rank, ()
-    with one rank. begin, end: of a step, in nanoseconds of the clock of rank 0's device; end is the
-    end of the update.
+    with one rank. begin, end: a step's begin and the end of its update, in nanoseconds of the clock
+    of rank 0's device.
     """
 
     loss: float

@@ -24,11 +24,11 @@ ARRAYS = "arrays"
 class Input(NamedTuple):
     """An array of each micro-batch that a loss or an architecture reads beside tokens and targets.
 
-    name: key in `Batch.named` and `StepInputs.named`. dtype: of elements. shape: of one element, ()
-    for a number. per: TOKEN or TARGET: an array (B, T, *shape); ROW: an array (B, *shape). From
-    token files, TOKEN gets the input token's element, and TARGET the element of the token to
-    predict, 0 where masked. sidecar: the part of token files that has the elements; None: only the
-    caller of `Trainer.step` can bring the array.
+    name: key in `Batch.named` and `StepInputs.named`. dtype: the elements' format. shape: shape of
+    one element, () for a number. per: TOKEN or TARGET: an array (B, T, *shape); ROW: an array (B,
+    *shape). From token files, TOKEN gets the input token's element, and TARGET the element of the
+    token to predict, 0 where masked. sidecar: the part of token files that has the elements; None:
+    only the caller of `Trainer.step` can bring the array.
     """
 
     name: str

@@ -71,8 +71,8 @@ class Scorer:
         self._model.forward(stale=False, keep=False)
 
     def score(self, inputs: np.ndarray, rounds: list[np.ndarray]) -> list[np.ndarray]:
-        """The losses F32 (B, T) of each round of targets, 0 where masked; waits for the device.
-        inputs, targets: int32 (B, T), targets -100 where masked."""
+        """The losses F32 (B, T) of each round of targets, 0 if masked; waits for the device.
+        inputs: int32 (B, T). rounds: arrays of targets, int32 (B, T), -100 if masked."""
         self.take_shape(*inputs.shape)
         self.dev.upload(self._inputs.tokens, inputs)
         self.dev.graph(("score forward", *inputs.shape), self._forward)

@@ -219,8 +219,8 @@ class Step:
         self.loss.add(self.stats, rows)
 
     def score(self, batch: Batch) -> np.ndarray:
-        """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device.
-        Like an evaluation it does not change the training; all ranks call it equally often."""
+        """The loss of each token of one batch, F32 (B, T), 0 if masked; waits for the device. Like
+        an evaluation it does not change the training; all ranks call it equally often."""
         self.results.interrupt()
         self.evaluate_batch(batch)
         return self.dev.download(self.model.head.losses).reshape(self.inputs.targets.shape)

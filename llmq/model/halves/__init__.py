@@ -1,7 +1,7 @@
-"""The halves of blocks, one file a kind: each trains, evaluates and decodes.
+"""The halves of blocks, one file for each kind, which trains, evaluates and decodes.
 
-`half.py` says what a half does; which halves a layer has, its architecture says by their kinds.
-Imports arch, ops, and what model has below blocks.
+`half.py` has the interface of a half. An architecture declares the kinds of halves in each layer.
+Imports arch, ops, and the modules of model that are below blocks.
 """
 
 from llmq.model.halves.attention import AttentionHalf
@@ -25,4 +25,4 @@ HALVES: dict[str, type[Half]] = {
     "per_layer": PerLayerHalf,
     "mlp_and_experts": MlpAndExpertsHalf,
 }
-"""By HalfSpec.kind."""
+"""The classes by HalfSpec.kind."""

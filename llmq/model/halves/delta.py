@@ -150,7 +150,7 @@ class DeltaHalf:
         """Compute queries, keys and values, and the gates."""
         layer, w = ctx.layer, ctx.w
         starts, before = self.starts, None
-        if layer.cache is not None:  # where texts begin the state is 0
+        if layer.cache is not None:  # where a text begins, the state is 0
             starts, before = None, layer.cache["before"]
         out, x = self._by_token(tensors.conv), self._by_token(tensors.product)
         short_conv.forward(self.dev, out, x, w["conv"], starts, before, bias=w.bias("conv"))

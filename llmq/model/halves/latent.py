@@ -13,7 +13,8 @@ output, so that keys and values of single heads are never computed (the absorbed
 
     q . (K c) = (K^T q) . c            sum of p (V c) = V (sum of p c)
 
-`operands` turns a tensor into an operand of products. Letters are those of arch/latent.py.
+`operands` turns a tensor into an operand of products. Letters for sizes are explained in
+arch/latent.py.
 """
 
 from contextlib import ExitStack

@@ -2,8 +2,8 @@
 
     x -> conv_in -> b, c, x -> b * x -> convolution -> times c -> conv_o -> out
 
-A row of conv_in is (b, c, x). Backward computes everything but conv_in again. `operands`
-turns a tensor into an operand of products: fp8 codes and a scale, or the tensor itself.
+A row of conv_in's product is (b, c, x). Backward computes everything but this product again.
+`operands` turns a tensor into an operand of products: fp8 codes and a scale, or the tensor itself.
 """
 
 from contextlib import ExitStack
@@ -66,7 +66,7 @@ class ShortConvHalf:
     def _gated(self, ctx: LayerContext, temps: ExitStack, conv_in: Tensor) -> tuple[Tensor, Tensor]:
         """The output product's input, and the convolution's output, (rows, C) each."""
         C, starts, before = self.C, self.starts, None
-        if ctx.layer.cache is not None:  # where texts begin the state is 0
+        if ctx.layer.cache is not None:  # where a text begins, the state is 0
             starts, before = None, ctx.layer.cache["before"]
         gated = ctx.layer.saved.conv_gated.place(self.dev, ctx.temps)
         conv = scratch_like(self.dev, temps, "conv", gated)
