@@ -80,11 +80,10 @@ class Generator:
         options: StepOptions | None = None,
         scalars: Tensor | None = None,
     ):
-        """weights: a `Step`'s weights, with the step's options and scalars (StepScalars); or
-        weights placed by placement.resident. blocks: number of blocks, at least
-        blocks_of(positions) + 1. piece: most tokens of prompts in one pass. kv_dtype: format of
-        keys and values, E4M3 or the model's. rings: True if layers with a window keep only tokens
-        that later tokens see, where this takes less memory."""
+        """weights: a `Step`'s, with the step's options and StepScalars; or placement.resident's.
+        blocks: number of blocks, at least blocks_of(positions) + 1. piece: most tokens of prompts
+        in one pass. kv_dtype: format of keys and values, E4M3 or the model's. rings: True: layers
+        with a window keep only tokens that later tokens see, if this takes less memory."""
         self.dev, self.config, self.weights = dev, config, weights
         constants, shards = len(dev.constants), dev.mesh.size("shard")
         self.positions, self.num_blocks = positions, blocks
