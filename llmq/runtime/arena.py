@@ -19,8 +19,8 @@ def align_up(n: int, multiple: int = ALIGN) -> int:
 
 
 class Arena:
-    """Hands out memory, one tensor behind the other. capacity: bytes; None (plan device): only
-    counts. used: bytes in use. high_water_mark: the most bytes ever in use."""
+    """Hands out memory, one tensor behind the other. capacity: bytes; None: the arena only counts,
+    for a plan. used: bytes in use. high_water_mark: the most bytes ever in use."""
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage
@@ -49,8 +49,8 @@ class Arena:
 
     @contextmanager
     def over(self, start: int) -> Iterator[None]:
-        """Take tensors again from byte `start` on within the block, in bytes already in use.
-        After the block, the new tensors and the old ones there may be used in turn."""
+        """Within the block, take tensors from byte `start` on, in memory that is already in use.
+        After the block, new and old tensors share this memory, and may be used in turn."""
         before, peak, capacity = self.used, self.high_water_mark, self.capacity
         tensors, categories = self.tensors, self.categories
         self.tensors, self.categories = [], defaultdict(int)
@@ -71,8 +71,8 @@ class Arena:
 
 
 class Stack:
-    """Step-local memory: named, last in first out; high_water_tensors: live at the high-water
-    mark."""
+    """Memory that lives within a step: named tensors, freed in reverse order. high_water_tensors:
+    (name, bytes) of each tensor that was live when the most memory was in use."""
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage
@@ -83,7 +83,7 @@ class Stack:
         self.high_water_tensors: list[tuple[str, int]] = []
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Scratch:
-        """Return a tensor that lives as long as its `with` block; content undefined."""
+        """Return a tensor that lives as long as its `with` block. Its content is undefined."""
         return Scratch(self, name, shape, dtype)
 
     def push(self, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
@@ -111,7 +111,8 @@ class Stack:
 
 
 class Scratch:
-    """The `with` block of a tensor on a stack. A generator is too slow: plans open 100,000s."""
+    """The `with` block of a tensor on a stack. Not a generator: plans open hundreds of thousands of
+    such blocks, and generators are slower."""
 
     __slots__ = ("_args", "_stack", "_tensor")
 

@@ -1,10 +1,10 @@
-"""The keys that attention sees; how kernels tile its work, and how backward splits heads.
+"""Attention: the keys that a query sees, the kernels' tiles, and backward's parts of heads.
 
 The workspace of cuDNN's backward grows with the square of the sequence length, for every query head
 of one call (`llmq.runtime.cudnn.backward_workspace_bytes`). With more parts than sequences, a call
-computes some heads of a sequence. First whole key/value heads are split off with their query heads,
-whose gradients one call computes. Further parts split the query heads of a key/value head, and
-their parts of its gradients have to be added up.
+computes some heads of one sequence. Up to one part per key/value head, a call computes whole
+key/value heads with all their query heads. More parts split the query heads of each key/value head,
+and the calls' gradients of this key/value head are added up.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from llmq.runtime.kernel import ceil_div
 
 
 def sees_all_before(window: int | None, seq_len: int) -> bool:
-    """True if a window hides no key of a sequence. window: None: there is no window."""
+    """True if a window hides no key of a sequence. window: number of keys; None: no window."""
     return window is None or window >= seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
     """The keys, up to its own, that each query sees, in all attention kernels. starts: I32 (B, T),
-    the first position of each token's document, non-decreasing in a row; None: one document a row.
-    window: number of keys, the query's own included; None: all."""
+    the first position of each token's document, non-decreasing in a row; None: each row is one
+    document. window: number of keys that a query sees, its own included; None: all."""
 
     starts: Tensor | None = None
     window: int | None = None
@@ -52,14 +52,15 @@ class AttentionMask:
         return self.starts, seq_len if self.window is None else self.window
 
     def rows(self, start: int, stop: int) -> AttentionMask:
-        """Return the mask of these sequences of the batch."""
+        """Return the mask of sequences `start` to `stop` - 1 of the batch."""
         return AttentionMask(
             None if self.starts is None else self.starts.rows(start, stop), self.window
         )
 
     def pairs(self, seq_len: int) -> int:
-        """Return twice the pairs of query and key, where a query's own key counts half. Pairs that
-        documents hide are counted, since documents are not known here."""
+        """Return twice the number of (query, key) pairs in a sequence; a query with its own key
+        counts as half a pair. Pairs that documents hide count too: a plan does not know the
+        documents."""
         window = seq_len if self.window is None else self.window
         return window * (2 * seq_len - window)
 
@@ -69,7 +70,8 @@ ALL = AttentionMask()
 
 
 class HeadGroup(NamedTuple):
-    """Heads of one call: query heads from `first` on, key/value heads from `first_kv` on."""
+    """The heads that one call computes: `count` query heads from `first` on, and `kv_count`
+    key/value heads from `first_kv` on."""
 
     first: int
     count: int
@@ -82,8 +84,8 @@ class HeadGroup(NamedTuple):
 
 
 def split(batch: int, chunks: int) -> tuple[int, int]:
-    """Return the sequences computed at a time, and the parts that a sequence's heads are split
-    into."""
+    """Return the number of sequences computed at a time, and the number of parts of a sequence's
+    heads."""
     return ceil_div(batch, chunks), ceil_div(chunks, batch)
 
 
@@ -93,8 +95,8 @@ def splits_query_heads(num_kv_heads: int, parts: int) -> bool:
 
 
 def head_groups(num_heads: int, num_kv_heads: int, parts: int) -> list[HeadGroup]:
-    """Return at least `parts` groups of a sequence's heads, whose sizes differ by one at most.
-    parts: up to num_heads."""
+    """Return at least `parts` groups of a sequence's heads. Group sizes differ by one at most.
+    parts: at most num_heads."""
     group = num_heads // num_kv_heads
     if not splits_query_heads(num_kv_heads, parts):
         spans = _spans(num_kv_heads, parts)
@@ -107,14 +109,14 @@ def head_groups(num_heads: int, num_kv_heads: int, parts: int) -> list[HeadGroup
 
 
 def _spans(count: int, parts: int) -> list[tuple[int, int]]:
-    """Return (first, count) of each part."""
+    """Return (first, count) of each part of `count` heads."""
     edges = [count * i // parts for i in range(parts + 1)]
     return [(a, b - a) for a, b in pairwise(edges)]
 
 
 def divisions(batch: int, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Return numbers of parts, ascending: divisors of the batch, then multiples of it. The calls of
-    each number compute fewer heads than the calls of the number before."""
+    """Return useful numbers of parts, ascending: divisors of the batch size, then its multiples.
+    With each number, a call computes fewer heads than with the number before."""
     numbers = [n for n in range(1, batch + 1) if batch % n == 0]
     heads = num_heads
     for parts in range(2, num_heads + 1):
@@ -126,8 +128,8 @@ def divisions(batch: int, num_heads: int, num_kv_heads: int) -> list[int]:
     return numbers
 
 
-# Bytes of tiles with which two blocks fit on a multiprocessor with 100 KiB of shared memory: half
-# of it, less the driver's part and what kernels have beside tiles.
+# Most bytes of tiles per block if two blocks share a multiprocessor's 100 KiB of shared memory:
+# half of it, less 1024 bytes for the driver and 256 bytes for the kernel's other data.
 HALF_SHARED = (50 << 10) - 1024 - 256
 
 
@@ -135,8 +137,8 @@ HALF_SHARED = (50 << 10) - 1024 - 256
 class Tiles:
     """Tiling of a kernel's work. A thread block owns `own` rows (queries in forward, keys or
     queries in backward) and walks over the other side in steps of `step` rows. shared: bytes of
-    dynamic shared memory. stages: steps in shared memory at once. split_keys: True if different
-    blocks make dK and dV."""
+    dynamic shared memory. stages: number of steps whose rows are in shared memory at once.
+    split_keys: True if different blocks compute dK and dV."""
 
     own: int
     step: int
@@ -147,7 +149,7 @@ class Tiles:
 
 
 def in_tiles(head_dim: int) -> int:
-    """Return the elements of a row of a tile: the head size padded with zeros to a multiple of 16,
+    """Return the length of a tile's row in elements: the head size rounded up to a multiple of 16,
     one step of the tensor cores' inner dimension."""
     return align_up(head_dim, 16)
 
@@ -167,11 +169,11 @@ def forward_tiles(
     if dtype == F32:
         own, step = (16, 16) if shares else (32, 16) if large else (64, 32)
         return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
-    # 32 queries a warp use each key fragment that is read from shared memory twice. Larger heads
-    # leave registers for fewer scores, and then for fewer queries.
+    # With 32 queries, a warp uses each key fragment that it reads from shared memory twice. Larger
+    # heads leave registers for fewer scores, and then for fewer queries.
     own = 64 if large else 128
     step = 16 if shares and small_shared else 64 if head_dim <= (64 if masked else 80) else 32
-    threads = 256 if shares else 128  # two warps share 16 rows, and halve the sums' columns
+    threads = 256 if shares else 128  # two warps share 16 rows; each sums half the columns
     return Tiles(own, step, threads, (own + 2 * step) * _row_bytes(head_dim))
 
 
@@ -179,7 +181,8 @@ def backward_tiles(
     dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
 ) -> Tiles:
     """Return the tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and
-    two of each step; in BF16 also the step's statistics. small_shared: see DeviceSpec."""
+    two tiles of each step, in BF16 also the step's statistics. masked, small_shared: see
+    compile_consts."""
     head_dim = in_tiles(head_dim)
     large = head_dim > 128
     if dtype == F32:
@@ -187,7 +190,7 @@ def backward_tiles(
         rows = 2 * own + (1 if head_dim > 256 else 2) * step
         shared = rows * (head_dim + 4) * 4 + own * (step + 4) * 4
         return Tiles(own, step, 256, shared)
-    # Tiles are as large as registers allow: for two sums of own rows, or for one.
+    # Tiles are as large as registers allow: a block sums dK and dV, or with split_keys only one.
     own = 128 if head_dim <= 64 and not masked else 32 if head_dim > 256 else 64
     step, stages = (16 if head_dim > 256 else 32, 1) if large else (32, 2)
     stage = 2 * step * (_row_bytes(head_dim) + 4)
@@ -204,16 +207,16 @@ def compile_consts(
     small_shared: bool = False,
     softcap: int = 0,
 ) -> dict[str, int]:
-    """Return the compile-time constants of attention.cu, the same for all its entries. masked:
-    queries do not see all keys before them. small_shared: see DeviceSpec. softcap: of scores, 0
-    without a cap."""
+    """Return the compile-time constants of attention.cu, the same for all its entries. masked: True
+    if queries do not see all keys before them. small_shared: see DeviceSpec. softcap: the cap of
+    scores; 0: no cap."""
     backward = backward_tiles(dtype, head_dim, masked, small_shared)
     consts = {
         "HEAD_DIM": head_dim,
         "MASKED": int(masked),
         "BACKWARD_STAGES": backward.stages,
         "SPLIT_KEYS": int(backward.split_keys),
-        # The room that warps exchange in is not there beside the tiles of small_shared.
+        # With small_shared the tiles leave no shared memory in which warps could exchange parts.
         "SCORE_PARTS": 2 if head_dim > 256 and head_dim % 128 == 0 and not small_shared else 1,
     }
     for name, tiles in (

@@ -25,7 +25,7 @@ from llmq.runtime.cuda_libraries import load_libraries
 from llmq.runtime.kernel import TYPE_VARIABLES, KernelSource
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
-DEFAULT_TYPE = "f32"  # for type variables that only other entry points of the file use
+DEFAULT_TYPE = "f32"  # of type variables that only the file's other entry points use
 FLAGS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 
 _locks: dict[Path, threading.Lock] = {}
@@ -72,7 +72,8 @@ def cache_dir() -> Path:
 
 
 def cuda_include_dirs(major: int | None = None) -> list[Path]:
-    """Return folders with cuda_bf16.h, pip packages first. major: preferred CUDA release."""
+    """Return folders with cuda_bf16.h: pip packages first, then toolkits. major: the preferred CUDA
+    release, such as 12; None: no preference."""
     packages = {12: "cuda_runtime/include", 13: "cu13/include"}
     order = sorted(packages, key=lambda m: m != major)
     try:
@@ -90,15 +91,16 @@ def cuda_include_dirs(major: int | None = None) -> list[Path]:
 
 
 def definitions(file: str, types: Mapping[str, str], consts: Mapping[str, int]) -> list[str]:
-    """Return `#define` lines of the type variables of the file's kernels, then of the constants."""
+    """Return a `#define` line for each type variable of the file's kernels, then for each
+    constant."""
     variables = TYPE_VARIABLES.get(file, set()) | set(types)
     lines = [f"#define {v} {types.get(v, DEFAULT_TYPE)}" for v in sorted(variables)]
     return lines + [f"#define {name} {value}" for name, value in sorted(consts.items())]
 
 
 def kernel_text(file: str, entry: str) -> str:
-    """Return the text of a kernel file; its word ENTRY becomes the entry point, which may choose a
-    header."""
+    """Return the text of a kernel file, with the entry point's name in place of the word ENTRY, by
+    which a file can choose a header."""
     return re.sub(r"\bENTRY\b", entry, (KERNEL_DIR / file).read_text())
 
 
@@ -145,7 +147,7 @@ def headers() -> dict[str, str]:
 
 
 class Nvrtc:
-    """NVRTC's functions; RuntimeError if one fails. version: (major, minor)."""
+    """NVRTC's functions, which raise RuntimeError if they fail. version: (major, minor)."""
 
     def __init__(self) -> None:
         load_libraries()
@@ -162,7 +164,7 @@ class Nvrtc:
         return tuple(values)
 
     def _read(self, what: str, program: Any) -> bytes:
-        """Return the ProgramLog or CUBIN of a program."""
+        """Return a program's log or machine code. what: "ProgramLog" or "CUBIN"."""
         content = bytearray(self._call(f"nvrtcGet{what}Size", program)[0])
         self._call(f"nvrtcGet{what}", program, content)  # fills content
         return bytes(content)
@@ -191,7 +193,8 @@ def _nvrtc() -> Nvrtc:
 
 
 def target(capability: int) -> str:
-    """Return the architecture to compile for: the GPU's, or the next older one of its family."""
+    """Return the architecture to compile for, such as sm_89: the GPU's own, or the newest older one
+    of the GPU's family that NVRTC knows."""
     family = [a for a in _nvrtc().architectures if a // 10 == capability // 10]
     usable = [a for a in family if a <= capability]
     if not usable:
@@ -199,12 +202,12 @@ def target(capability: int) -> str:
             f"NVRTC {'.'.join(map(str, _nvrtc().version))} cannot compile for compute "
             f"capability {capability / 10}; install a newer CUDA release of CuPy"
         )
-    # Only 90a has Hopper's warpgroup products and register hand-over.
+    # Only sm_90a allows Hopper's warpgroup products and the moving of registers between warps.
     return "sm_90a" if max(usable) == 90 else f"sm_{max(usable)}"
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """Return the resources of each entry point in the assembler's -v report."""
+    """Return the resources of each entry point, by name, from the assembler's -v report."""
     resources: dict[str, Resources] = {}
     for part in log.split("Compiling entry function '")[1:]:
         entry = part[: part.index("'")]
@@ -231,7 +234,7 @@ def compile_kernel(source: KernelSource, capability: int) -> Cubin:
     text = program(source)
     flags = [f"-arch={target(capability)}", *FLAGS]
     if nvrtc.version >= (12, 9):
-        flags.append("--no-cache")  # NVRTC's own cache omits the assembler's report
+        flags.append("--no-cache")  # with NVRTC's own cache there is no report of resources
     if os.environ.get("LLMQ_LINEINFO") == "1":
         flags.append("-lineinfo")
     key = digest([text, *included_texts(text, headers()), *flags, str(nvrtc.version)])
@@ -245,11 +248,11 @@ def compile_kernel(source: KernelSource, capability: int) -> Cubin:
 
 
 def compile_ahead(sources: Iterable[KernelSource], capability: int) -> None:
-    """Start to fill the cache in threads, which NVRTC runs in parallel; returns at once. A caller
-    that needs a kernel earlier waits for it or compiles it, and gets its error. At exit the process
-    waits only for kernels that are being compiled."""
+    """Start to compile these kernels into the cache, in one thread per CPU; return at once. A
+    caller that needs a kernel earlier waits for the kernel or compiles it, and gets any error. At
+    exit the process waits only for kernels that are being compiled."""
     waiting = deque(sorted(sources))
-    # An executor's threads would compile all waiting kernels at the end of the process.
+    # Not an executor: at exit, Python would wait until it has compiled all waiting kernels.
     threads = [
         threading.Thread(target=_compile_waiting, args=(waiting, capability), daemon=True)
         for _ in range(os.cpu_count() or 1)
@@ -280,7 +283,7 @@ def _stop_compiling(waiting: deque[KernelSource], threads: list[threading.Thread
 def _compile(
     nvrtc: Nvrtc, source: KernelSource, text: str, flags: list[str]
 ) -> tuple[bytes, Resources]:
-    """Return machine code and its resources."""
+    """Compile the text; return the machine code, and the resources that the entry point needs."""
     includes = cuda_include_dirs(nvrtc.version[0])
     if not includes:
         raise LlmqError(
@@ -298,7 +301,8 @@ def _compile(
 
 
 def _read(path: Path) -> Cubin | None:
-    """Return the cached entry; None if it is absent or incomplete. ConfigError: see `read_own`."""
+    """Return the cached kernel; None if its files are absent or damaged. ConfigError: see
+    `read_own`."""
     try:
         code, facts = read_own(path), json.loads(read_own(path.with_suffix(".json")))
         if facts["sha256"] != hashlib.sha256(code).hexdigest():

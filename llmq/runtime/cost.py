@@ -1,4 +1,5 @@
-"""The cost of a launch, declared by the operation that launches; plans and card files use costs.
+"""The cost of a launch, declared by the operation that launches. Plans and card files (measured
+rates of one GPU) use costs.
 
 FLOPs cannot be derived from a kernel's arguments. The bytes that a launch moves follow from the
 declarations of its tensors (`Kernel.traffic`), so that memory-bound operations declare nothing.
@@ -13,19 +14,20 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32, FP8, I8, DType
 from llmq.runtime.kernel import Kernel
 
-CACHED = 4096  # costs that are kept: a step launches the same few hundred again and again
+CACHED = 4096  # number of costs to keep: a step repeats the same few hundred launches
 
-# Epilogues: work that our kernels do beside the library's product. Epilogues in LONGER take so long
-# that their kinds name what they write; epilogues in HIDDEN take no time.
+# Epilogues: further work that our kernels do in the launch of a product. An epilogue in LONGER
+# takes so long that its kind also names the dtypes of its other tensors. An epilogue in HIDDEN
+# takes no extra time.
 LONGER = ("swiglu", "swiglu_backward")
 HIDDEN = ("gradient", "grouped")
 
 
 class Kind(NamedTuple):
-    """Name and sizes by which times of launches are kept. name: words separated by `/`, the most
-    telling first; launches that differ only in the last words take about as long. sizes: of a
-    product (M, N, K); of attention (FLOPs, sequence length, head size, window); of other launches
-    (bytes of device memory,)."""
+    """The key under which measured times of launches are kept. name: words separated by `/`, the
+    most important first; launches whose names differ only in the last words take about the same
+    time. sizes: of a product (M, N, K); of attention (FLOPs, sequence length, head size, window);
+    of other launches (bytes of device memory,)."""
 
     name: str
     sizes: tuple[int, ...]
@@ -43,13 +45,13 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Kernel, args: tuple, cost: Cost, device_bytes: int) -> Kind:
-        """Return the kind in a launch's cost; if there is none, a memory-bound kind."""
+        """Return the kind that a launch's cost gives, else a memory-bound kind."""
         return cost.kind or cls.moving(kernel.entry, device_bytes, kernel.formats(args))
 
 
 class Heads(NamedTuple):
-    """The heads of one call of the library's attention backward, which computes `parts` of them in
-    turn."""
+    """The heads of one call of the library's attention backward, which computes them in `parts`
+    parts. batch: number of sequences. queries, keys: number of query and key/value heads."""
 
     batch: int
     queries: int
@@ -59,21 +61,22 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The cost of one launch beside the bytes that its tensors' declarations say.
+    """The cost of one launch, without the bytes that its tensors' declarations give.
 
-    part: part of a step to which its time belongs: "product", "attention" or "memory_bound".
+    part: the part of a step to which the launch's time belongs: "product", "attention" or
+    "memory_bound".
     flops: floating-point operations.
 
     The other fields are for launches that FLOPs may limit; `product_cost` and `attention_cost` set
     them.
-    kind: by which its time is kept; None: made of the tensors' formats.
+    kind: the key of the launch's measured time; None: made from the tensors' formats.
     rate: the FLOP/s that the launch reaches: "matmul", "matmul_fp8", "matmul_fp8_half",
     "matmul_int8", "f32", or an attention kernel and its origin, "attention_forward/library".
     fast: True if a product of fp8 codes may accumulate in fewer bits.
-    matrices: bytes of the library's product of the same matrices, if the launch takes extra time
-    for further bytes; else None.
-    transposes: True if the launch writes codes in both layouts.
-    heads: of the library's attention backward.
+    matrices: bytes that the library's product of the same matrices moves, if the launch takes extra
+    time for further bytes; else None.
+    transposes: True if the launch writes fp8 codes in both layouts, plain and transposed.
+    heads: the heads of a call of the library's attention backward; else None.
     label: text behind the kernel's name in a profile.
     """
 
@@ -112,12 +115,13 @@ def product_cost(
 ) -> Cost:
     """Return the cost of a matrix product by the library or by a kernel of ours.
 
-    sizes: M, N, K. a, out: dtypes of the first operand, and of what the library would write.
-    trans_a, trans_b, accumulate, addend, fast (fast_accumulation): see ops.product.matmul.
-    epilogue: a word for further work of our kernel; card files without this word use the library's
-    product. rank: columns of the adapters in the product. besides: formats (`kernel.formats`) of
-    the other tensors of an epilogue in LONGER. transposes: see Cost. batch: number of products of
-    these sizes, kept as one product with batch * M. half: True for sums in half precision.
+    sizes: M, N, K. a, out: dtype of the first operand, and dtype of the result that the library
+    would write. trans_a, trans_b, accumulate, addend, fast (fast_accumulation): see
+    ops.product.matmul. epilogue: a word for further work of our kernel. Card files without times
+    for this word use the library's product. rank: columns of the adapters in the product. besides:
+    formats (`kernel.formats`) of the other tensors of an epilogue in LONGER. transposes: see Cost.
+    batch: number of products of these sizes; their kind is that of one product with batch * M rows.
+    half: True for sums in half precision.
     """
     M, N, K = sizes
     matrices = (M * K + N * K) * a.itemsize + M * N * out.itemsize
@@ -158,8 +162,9 @@ def attention_cost(
     sizes: tuple[int, int, int],
     heads: Heads | None = None,
 ) -> Cost:
-    """Return the cost of an attention kernel. dtype: of its tensors. sizes: sequence length, head
-    size, number of keys that a query sees. heads: of the library's backward."""
+    """Return the cost of an attention kernel. dtype: the tensors' dtype. sizes: sequence length,
+    head size, number of keys that a query sees. heads: the heads of a call of the library's
+    backward."""
     way = f"{kernel.entry}/{kernel.file.partition('.')[2] or 'library'}"
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
     rate = "f32" if dtype is F32 else way
@@ -168,7 +173,7 @@ def attention_cost(
 
 @lru_cache(CACHED)
 def delta_cost(kernel: Kernel, dtype: DType, flops: int, sizes: tuple[int, int, int]) -> Cost:
-    """Return the cost of a delta-rule kernel. dtype: of its tensors. sizes: sequence length,
+    """Return the cost of a delta-rule kernel. dtype: the tensors' dtype. sizes: sequence length,
     channels of a key, states."""
     way = f"{kernel.entry}/delta"
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))

@@ -1,4 +1,4 @@
-"""Matrix products through cuBLASLt: one plan a shape, run by its fastest algorithm.
+"""Matrix products through cuBLASLt: one plan per product, run by its fastest algorithm.
 
 cuBLASLt is column-major: a row-major matrix (rows, cols) is a column-major (cols, rows) with
 leading dimension cols. So out = op(a) @ op(b) is computed as out^T = op(b)^T @ op(a)^T, with the
@@ -33,8 +33,9 @@ CANDIDATES = 48  # algorithms requested from the heuristic
 
 
 def _method(names: str) -> Callable[..., None]:
-    """Return a method that enqueues a product, with the arguments, in order, of the library kernel
-    of its name in llmq/ops/product/matmul.py. Missing arguments are as in `a @ b^T`."""
+    """Return a method that enqueues a product. names: the method's arguments in order, which are
+    those of the library kernel of the method's name in llmq/ops/product/matmul.py. Without trans_a
+    and trans_b the product is a @ b^T."""
     fields = names.split()
 
     def enqueue(self: CublasLt, stream: int, *args: Any) -> None:
@@ -65,10 +66,10 @@ def _method(names: str) -> Callable[..., None]:
 
 
 class CublasLt:
-    """The matrix-product library of one rank, for the rank's thread with its GPU current. Its
-    products take a stream (an integer) to enqueue on, and the arguments of their kernels. They
-    raise Unsupported if cuBLASLt cannot compute the product, and RuntimeError inside a graph
-    capture if the product is not tuned yet."""
+    """The matrix-product library of one rank, for the rank's thread with its GPU current. Methods
+    that enqueue products take a stream (an integer) and the arguments of their kernels. These
+    methods raise Unsupported if cuBLASLt cannot compute the product, and RuntimeError inside a
+    graph capture if the product is not tuned yet."""
 
     def __init__(
         self,
@@ -79,10 +80,11 @@ class CublasLt:
         library: Any = None,
         cuda: Any = None,
     ):
-        """tune: True: time the heuristic's best candidates when a product is first seen, on the
-        call's operands; False: take the heuristic's first. device_name: part of the key of a tuned
-        algorithm, with cuBLASLt's version. cache_path: file of tuned algorithms, or None. library,
-        cuda: replace nvmath and CuPy in tests. Raises LlmqError if these cannot be loaded."""
+        """tune: True: time the heuristic's best algorithms at a product's first call, on the call's
+        operands; False: take the heuristic's first algorithm. device_name: part of the key of a
+        tuned algorithm, with cuBLASLt's version. cache_path: file of tuned algorithms, or None.
+        library, cuda: replacements of nvmath and CuPy, for tests. LlmqError if nvmath or CuPy
+        cannot be loaded."""
         try:
             with START.part("loading cuBLASLt"):
                 if library is None:
@@ -114,17 +116,18 @@ class CublasLt:
         "out a b scale_a scale_b bias factor largest addend workspace M N K accumulate "
         "fast_accumulation alpha"
     )
-    """out = alpha * scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. For out of codes:
-    factor multiplies results before rounding, largest gets the largest magnitude before factor.
-    fast_accumulation: allowed; tuning takes what is faster, without tuning it is used. GPUs before
-    Ada cannot compute fp8 products."""
+    """out = alpha * scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. If out holds codes,
+    factor multiplies results before rounding, and largest gets the largest magnitude before this.
+    fast_accumulation: True to allow fast accumulation; tuning decides whether to use it, and
+    without tuning it is used. GPUs before Ada cannot compute fp8 products."""
 
     mxfp8 = _method(
         "out a b scales scalars bias addend workspace M N K accumulate fast_accumulation"
     )
-    """out = alpha * (a @ b^T) [+ bias] [+ addend | + out]. scales: of the blocks of both operands,
-    all one. scalars: F32, alpha, and at BETA 1 if there is an addend, else 0. fast_accumulation: no
-    effect, sums are F32. Raises Unsupported also if the library computes wrong results."""
+    """out = alpha * (a @ b^T) [+ bias] [+ addend | + out]. scales: the block scales of both
+    operands, all one. scalars: F32; alpha, and at index BETA 1 if something is added, else 0.
+    fast_accumulation: without effect, sums are F32. Raises Unsupported also if the library computes
+    wrong results."""
 
     def close(self) -> None:
         for plan in self.plans.values():
@@ -133,8 +136,9 @@ class CublasLt:
         self._lt.destroy(self._handle)
 
     def _multiply(self, stream: int, product: Product, operands: Operands) -> None:
-        """Enqueue the product. A new product is planned, and tuned on these operands. Tuning
-        synchronizes and overwrites out; with accumulate, out keeps its content."""
+        """Enqueue the product. The first call of a product plans and tunes it on these operands.
+        Tuning waits for the stream and overwrites out; with accumulate, out's content is
+        restored."""
         plan = self.plans.get(product)
         if plan is None:
             plan = describe(self._lt, product)
@@ -148,7 +152,8 @@ class CublasLt:
         self._run(stream, plan, plan.choice.algorithm, operands)
 
     def _try_block_scales(self, stream: int, workspace: Tensor) -> None:
-        """Raise Unsupported unless block-scaled products are right, tested once."""
+        """Raise Unsupported if block-scaled products have wrong results; one test decides for all
+        calls."""
 
         def run(product: Product, operands: Operands) -> None:
             plan = describe(self._lt, product)
@@ -169,7 +174,8 @@ class CublasLt:
 
     @START.part("choosing products")
     def _choose(self, stream: int, plan: Plan, operands: Operands) -> Algorithm:
-        """Return the algorithm to run: remembered, tuned, or the heuristic's first."""
+        """Return the algorithm to run: one from the file, else the fastest, or the heuristic's
+        first without tuning."""
         if not self._tune_new:
             return self._candidates(plan, 1, plan.product.fast_accumulation)[0]
         key = f"{self._name}, {plan.product}"
@@ -195,7 +201,8 @@ class CublasLt:
         attribute = lt.MatmulPreferenceAttribute
         values = {
             attribute.MAX_WORKSPACE_BYTES: plan.product.workspace,
-            # Split sums are added in F32; other schemes round partial sums to BF16.
+            # If an algorithm splits K, partial sums are added in F32; other schemes round them to
+            # BF16.
             attribute.REDUCTION_SCHEME_MASK: lt.ReductionScheme.COMPUTE_TYPE,
         }
         for matrix in "ABCD":
@@ -234,7 +241,7 @@ class CublasLt:
             )
         if plan.product.block_scaled:
             self._try_block_scales(stream, operands.workspace)
-        candidates = self._candidates(plan, CANDIDATES, False)  # first, so that they win ties
+        candidates = self._candidates(plan, CANDIDATES, False)  # exact ones first: they win ties
         if plan.product.fast_accumulation:
             candidates += self._candidates(plan, CANDIDATES, True)
 
@@ -269,7 +276,7 @@ class CublasLt:
         lt = self._lt
         out, a, b, bias, addend, workspace, scale_a, scale_b, *others = operands
         factor, largest, scalars, *factors = others
-        # Host memory: the library reads both before it returns.
+        # alpha and beta in host memory: the library reads both before it returns.
         self._factors[:] = factors[0], factors[1] if plan.product.adds else 0.0
         alpha, beta = self._factors.ctypes.data, self._factors[1:].ctypes.data
         if scalars is not None:

@@ -27,7 +27,8 @@ def has_gpu() -> bool:
 
 
 def install_command() -> str:
-    """Return the command that installs the GPU packages of llmq's metadata, for CUDA 12."""
+    """Return the command that installs the GPU packages, for CUDA 12, that llmq's metadata
+    lists."""
     try:
         listed = [line.partition(";") for line in metadata.requires("llmq-train") or []]
     except metadata.PackageNotFoundError:  # llmq runs from its source tree
@@ -38,8 +39,8 @@ def install_command() -> str:
 
 @functools.cache
 def load() -> SimpleNamespace:
-    """Return runtime, nvtx (CuPy's modules), driver (of cuda.bindings), RawModule and DriverError
-    (CuPy's). Raises LlmqError if a library is missing."""
+    """Return CuPy's modules `runtime` and `nvtx`, its classes RawModule and DriverError, and the
+    module `driver` of cuda.bindings. Raises LlmqError if a library is missing."""
     set_queues()
     load_libraries()
     try:
@@ -111,8 +112,9 @@ def device_spec(index: int) -> DeviceSpec:
 
 
 def lowered(capability: int) -> int:
-    """Return the capability for which kernels are chosen: LLMQ_CAPABILITY, for developers, else
-    `capability`. ConfigError if the variable is no number."""
+    """Return the compute capability, times 10, for which kernels are chosen: the environment's
+    LLMQ_CAPABILITY, for developers, else `capability`. ConfigError if LLMQ_CAPABILITY is no
+    number."""
     text = os.environ.get("LLMQ_CAPABILITY") or str(capability)
     if not text.isdecimal():
         raise ConfigError(f"LLMQ_CAPABILITY: '{text}' is no number as 89, which means 8.9")

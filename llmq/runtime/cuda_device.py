@@ -31,7 +31,7 @@ from llmq.runtime.tuning import Choices
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
 NOT_READY = 600  # cudaErrorNotReady
 PROGRAMMATIC = 90  # the least compute capability, times 10, with programmatic dependent launch
-PROGRAMMATIC_GRAPHS = 12030  # CUDA's release, from which on graphs capture it
+PROGRAMMATIC_GRAPHS = 12030  # CUDA 12.3: the first release whose graphs capture such launches
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 TUNED = "matmul.json"  # file in the cache folder: tuned products and choices
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
@@ -40,8 +40,8 @@ WAIT_REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ: until the word has reached the val
 
 class CudaDevice(Device):
     """One GPU, used by one thread. All memory is allocated at construction. sync_calls: number of
-    times the host has waited for the GPU. use_graphs: may be switched off for a while, to see
-    single launches."""
+    times the host has waited for the GPU. use_graphs: True if `graph` captures and replays;
+    `without_graphs` switches this off for a while."""
 
     kind = "cuda"
 
@@ -56,11 +56,11 @@ class CudaDevice(Device):
         mesh: Mesh | None = None,
         folders: Sequence[Path] = (),
     ):
-        """graphs: True if `graph` captures and replays. tune: True: matrix products use the fastest
-        of several algorithms, timed once per shape; False: the library's first choice. num_sms:
-        sizes grids, and must be the number in the plan of `sizes`; None: the GPU's. mesh: see
-        Device. folders: for the files of the tier "ssd". Raises LlmqError if the GPU is unusable
-        or has too little memory."""
+        """graphs: True to let `graph` capture and replay. tune: True: matrix products use the
+        fastest of several algorithms, timed once per shape; False: the library's first choice.
+        num_sms: number of multiprocessors that sizes grids, as in the plan that made `sizes`; None:
+        the GPU's own. mesh: see Device. folders: directories for the files of the tier "ssd".
+        LlmqError if the GPU is unusable or has too little memory."""
         spec = cuda_api.device_spec(index)
         if num_sms is not None:
             spec = replace(spec, num_sms=num_sms)
@@ -69,7 +69,7 @@ class CudaDevice(Device):
         self._runtime, self._driver = api.runtime, api.driver
         self._nvtx = api.nvtx
         self._folders, self._traffic = folders, None
-        self._moves_files: set[tuple] = set()  # keys of functions that no graph replays
+        self._moves_files: set[tuple] = set()  # keys of graphs that would copy to or from files
         stack_offset = align_up(sizes["device"])
         with ExitStack() as undo:
             self._memory = self._take_memory(spec, stack_offset + align_up(sizes["stack"]))
@@ -104,7 +104,7 @@ class CudaDevice(Device):
         self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # of launches
         newer = self._runtime.driverGetVersion() >= PROGRAMMATIC_GRAPHS
         self._programmatic = newer and spec.capability >= PROGRAMMATIC
-        self._may_overlap = False  # the last operation was the launch of a programmatic kernel
+        self._may_overlap = False  # True if the last operation launched a programmatic kernel
 
     def _take_memory(self, spec: DeviceSpec, need: int) -> int:
         gpu = f"GPU {self.index} ({spec.name})"
@@ -135,7 +135,7 @@ class CudaDevice(Device):
     @property
     def stream(self) -> int:
         """The current stream's handle (a cudaStream_t), for libraries."""
-        self._may_overlap = False  # with work of theirs
+        self._may_overlap = False  # with the library's work
         return self._stream
 
     # -- launches --
@@ -161,7 +161,8 @@ class CudaDevice(Device):
             ) from error
 
     def _library(self, name: str) -> Any:
-        """Return the library of kernels that have no .cu file; loaded at its first use."""
+        """Return the library that runs an operation's kernels without a .cu file; loaded at first
+        use. name: the operation, such as "matmul"."""
         if name not in self._libraries:
             if name == "matmul":
                 from llmq.runtime.cublaslt import CublasLt
@@ -223,15 +224,17 @@ class CudaDevice(Device):
         return self._traffic.files
 
     def copy_bytes(self, dst: int, src: int, nbytes: int) -> None:
-        """Enqueue a copy between addresses in pinned memory or on GPUs that have access."""
+        """Enqueue a copy between two addresses, each in pinned memory or on a GPU that this one can
+        access."""
         self._may_overlap = False
         with noticing(self._runtime, f"copying {nbytes} bytes"):
             self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, self._stream)
 
     def wait_word(self, address: int, value: int, how: int = WAIT_REACHED) -> None:
-        """Enqueue a wait for a 32-bit word. how: of CUstreamWaitValue_flags. Like `write_word`
-        releases the interpreter lock: a call blocks while the stream's queue is full, and another
-        thread may have to let the stream go on."""
+        """Enqueue a wait for a 32-bit word. how: comparison with `value`, one of
+        CUstreamWaitValue_flags. The call, like `write_word`, blocks while the stream's queue is
+        full. It releases the interpreter lock meanwhile: another thread may have to let the stream
+        go on."""
         self._check(*self._driver.cuStreamWaitValue32(self.stream, address, value, how))
 
     def write_word(self, address: int, value: int) -> None:
@@ -250,7 +253,8 @@ class CudaDevice(Device):
         self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
 
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
-        """With a memory pool of its own: what a graph was captured with is there in each replay."""
+        """See Device.compute. CuPy allocates from a pool of this device alone, so that memory which
+        a graph has captured stays valid in replays."""
         import cupy
 
         if self._pool is None:
@@ -274,7 +278,7 @@ class CudaDevice(Device):
             self._settled_files().save(dst.offset, array.reshape(-1).view(np.uint8))
             return
         self.synchronize()
-        # Not memcpy: from pageable memory it may return before the bytes have arrived.
+        # Not memcpy, which may return before bytes from pageable memory have arrived.
         kind = self._runtime.memcpyDefault
         self._runtime.memcpyAsync(dst.ptr, array.ctypes.data, dst.nbytes, kind, self._stream)
         self._runtime.streamSynchronize(self._stream)
@@ -332,7 +336,7 @@ class CudaDevice(Device):
         self._graphs.wait(event, self._stream)
 
     def has_passed(self, event: CudaEvent) -> bool:
-        self._runtime.setDevice(self.index)  # else the thread would open GPU 0
+        self._runtime.setDevice(self.index)  # else a thread without a current GPU would open GPU 0
         status = self._runtime.eventQuery(event.handle)
         if status not in (0, NOT_READY):
             raise RuntimeError(f"looking after copies: CUDA error {status}; {LATE}")
@@ -348,7 +352,7 @@ class CudaDevice(Device):
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
         moved = self._traffic.moved if self._traffic else 0
         if self.use_graphs and key not in self._moves_files:
-            self.last_operation = f"one of graph {key[0]}"  # a replay does not call it
+            self.last_operation = f"one of graph {key[0]}"  # a replay sets no name
             enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
             self._may_overlap = False
             enqueue(key, fn, self.stack.used)
@@ -382,7 +386,7 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         with self._waiting():
-            self._runtime.setDevice(self.index)  # the one that cleans up is another thread
+            self._runtime.setDevice(self.index)  # clean-up may run in another thread
             self._runtime.deviceSynchronize()
 
     def synchronize_stream(self) -> None:

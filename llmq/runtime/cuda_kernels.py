@@ -1,9 +1,9 @@
-"""CUDA C kernels on one GPU: loaded as CuPy's RawModule, launched with arguments packed in place.
+"""CUDA C kernels on one GPU: CuPy's RawModule loads them, and the driver launches them.
 
-CuPy's own launch makes an object of every argument and derives C types from Python types. So the
-driver's function launches kernels, with the function handle that CuPy has loaded, and takes
-arguments as an array of pointers to typed values. A TensorMap, which the copy engine of Hopper and
-later GPUs reads, is encoded by the driver.
+CuPy's own launch makes an object for every argument and derives C types from Python types. So this
+module calls the driver's cuLaunchKernel with the function handle that CuPy has loaded, and with an
+array of pointers to typed values, which is used again in each launch. A TensorMap, which the copy
+engine of Hopper and later GPUs reads, is encoded by the driver.
 """
 
 import ctypes
@@ -28,12 +28,13 @@ MAP_BYTES = 128
 _MAP = f"{MAP_BYTES}s"
 
 EncodeMap = Callable[[Tensor, int], bytes]
-"""Function (matrix, box_rows) that returns a TensorMap, MAP_BYTES, for copies of boxes of rows."""
+"""Function (matrix, box_rows) that returns a TensorMap, MAP_BYTES long, by which kernels copy boxes
+of box_rows rows."""
 
 
 class Arguments:
-    """Reusable memory for the arguments of one kernel, for one thread. address: of the pointer
-    array (kernelParams of cuLaunchKernel), constant."""
+    """Reusable memory for the arguments of one kernel, for one thread. address: the constant
+    address of the pointer array (kernelParams of cuLaunchKernel)."""
 
     def __init__(self, kernel: Kernel, encode_map: EncodeMap | None = None):
         """encode_map: needed for kernels that take TensorMaps."""
@@ -59,7 +60,7 @@ class Arguments:
         self._pack_into(self._values, 0, *plain)
 
 
-ROW_BYTES = 128  # of a box's row: the span of one swizzle
+ROW_BYTES = 128  # bytes of a box's row: the span of one swizzle
 
 
 def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
@@ -70,7 +71,7 @@ def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
     itemsize = tensor.dtype.itemsize
     types = driver.CUtensorMapDataType
     status, encoded = driver.cuTensorMapEncodeTiled(
-        # Only the size of elements matters, which are copied.
+        # Only the elements' size matters, since they are only copied.
         {1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[
             itemsize
         ],
@@ -90,7 +91,7 @@ def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
     return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
 
 
-DEFAULT_SHARED = 48 << 10  # bytes of a block's shared memory without opting in
+DEFAULT_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking for more
 
 
 class Loaded:
@@ -98,13 +99,13 @@ class Loaded:
 
     def __init__(self, api: SimpleNamespace, raw: Any):
         self.function = api.driver.CUfunction(raw.kernel.ptr)
-        self.shared = DEFAULT_SHARED - raw.shared_size_bytes  # beside static shared memory
+        self.shared = DEFAULT_SHARED - raw.shared_size_bytes  # the rest is static
         self._raw = raw
 
     def allow(self, smem: int) -> None:
         """Let launches request `smem` bytes of dynamic shared memory."""
         if smem > self.shared:
-            # Another device of this GPU has the same module, and may have requested more.
+            # A second CudaDevice of this GPU shares the module, and may have requested more.
             self.shared = max(smem, self._raw.max_dynamic_shared_size_bytes)
             self._raw.max_dynamic_shared_size_bytes = self.shared
 
@@ -123,8 +124,8 @@ class CudaKernels:
 
     def launch(self, launch: Launch, stream: int, *, overlaps: bool = False) -> None:
         """Enqueue a launch on the stream (a cudaStream_t); a kernel's first use compiles and loads
-        it. overlaps: launch the kernel, which is a programmatic one, while the kernel in front of
-        it runs. Raises the api's DriverError."""
+        it. overlaps: True to let the kernel, a programmatic one, start while the kernel before it
+        runs. Raises the api's DriverError."""
         kernel, grid, block, args, types, consts, smem, _ = launch
         loaded = self.load(kernel, types, consts)
         loaded.allow(smem)
@@ -176,8 +177,8 @@ class CudaKernels:
         return loaded
 
     def fast_products(self) -> list[str]:
-        """Return products of fp8 codes so far that accumulate in fewer bits: ours, except EXACT
-        ones."""
+        """Return our own products of fp8 codes, launched so far, that accumulate in fewer bits: all
+        but those with the constant EXACT."""
         ours = [source for source in self._loaded if source.entry in FUSED]
         fast = [source for source in ours if not dict(source.consts).get("EXACT")]
         return [str(source) for source in fast if dict(source.types).get("A", "bf16") != "bf16"]

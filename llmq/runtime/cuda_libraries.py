@@ -1,4 +1,4 @@
-"""CUDA's shared libraries: which of several releases, and when they are loaded.
+"""CUDA's shared libraries: choose the release, and load the libraries early.
 
 The module imports nothing large, so that libraries load while Python loads other modules.
 """
@@ -10,8 +10,8 @@ import os
 import threading
 from importlib import metadata
 
-# CUDA 12 libraries whose names differ in CUDA 13, and their folder in the wheel. cuDNN and NCCL
-# have the same names in both.
+# CUDA 12 libraries whose names differ in CUDA 13, and each one's folder in its wheel. cuDNN and
+# NCCL have the same names in both releases.
 LIBRARIES_OF_12 = {
     "libnvrtc.so.12": "nvidia/cuda_nvrtc/lib",
     "libcublasLt.so.12": "nvidia/cublas/lib",
@@ -44,16 +44,16 @@ def load_libraries() -> None:
 
 
 def set_queues() -> None:
-    """Ask for hardware queues, 8 by default, before the driver opens. Our streams and NCCL's that
-    share a queue block each other: a stream that waits for another GPU could hold up what that GPU
-    waits for."""
+    """Ask for 32 hardware queues instead of 8, before the driver opens. Streams that share a queue
+    block each other: a stream that waits for another GPU could hold up the very work that this
+    other GPU waits for."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def load_ahead(*, alone: bool) -> None:
     """Start to open the driver and to load libraries, in a thread that leaves the interpreter to
-    others. Errors come again where the driver is needed. alone: True if no other process shares the
-    GPUs: also make the context of the first one."""
+    others. Errors are ignored: they come again at the driver's first use. alone: True if no other
+    process shares the GPUs; then the first GPU's context is created too."""
 
     def work() -> None:
         with contextlib.suppress(OSError):  # no driver

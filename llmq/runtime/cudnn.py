@@ -23,7 +23,7 @@ MAX_BACKWARD_HEAD_DIM = 128
 MIN_VERSION = 90100  # cuDNN 9.1: deterministic backward
 SLACK = 1 << 20  # bytes for semaphores and rounding inside the library
 NATIVE = "use --attention native"
-FORWARD_WORKSPACE_BYTES = SLACK  # limit of the forward; checked at its first call on a GPU
+FORWARD_WORKSPACE_BYTES = SLACK  # limit for forward; checked at its first call on a GPU
 
 
 # Sizes: B sequences of T positions, Hq query heads, Hkv key/value heads, head size Hd.
@@ -34,9 +34,9 @@ def backward_workspace_bytes(
 ) -> int:
     """Return the bytes that the backward may request: an estimate that the first call on a GPU
     checks. Fitted on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where the error
-    is within 2 MiB. The sum of: F32 dQ, or when deterministic one dQ for every block of keys, 2 T^2
-    bytes for a head of any size; if Hq > Hkv, BF16 dK and dV of every query head before the sum
-    over a group; F32 row sums. Other lengths are assumed to be padded."""
+    is within 2 MiB. The estimate is the sum of: F32 dQ, or if deterministic a dQ for each block of
+    keys (2 T^2 bytes per head of any size); if Hq > Hkv, BF16 dK and dV of every query head before
+    the sum over a group; F32 row sums. T is rounded up to a multiple of 256."""
     padded = 256 * ceil_div(T, 256)
     rows = B * Hq * padded
     d_q = 2 * rows * padded if deterministic else 4 * rows * Hd
@@ -47,7 +47,8 @@ def backward_workspace_bytes(
 def divided_workspace_bytes(
     B: int, T: int, Hq: int, Hkv: int, Hd: int, parts: int, deterministic: bool = True
 ) -> int:
-    """Return backward_workspace_bytes of the largest of `parts` parts of the heads."""
+    """Return backward_workspace_bytes of the largest part, if the heads are divided into `parts`
+    parts."""
     sizes = {_computed(group, Hq, Hkv) for group in head_groups(Hq, Hkv, parts)}
     return max(backward_workspace_bytes(B, T, *n, Hd, deterministic) for n in sizes)
 
@@ -60,19 +61,20 @@ def backward_scratch_bytes(T: int, Hq: int, Hkv: int, Hd: int, parts: int) -> in
 
 
 def _computed(group: HeadGroup, Hq: int, Hkv: int) -> tuple[int, int]:
-    """Return query and key/value heads of a group as the library sees them. For the library, some
-    query heads of a key/value head are as many heads with keys and values of their own, at the same
-    address."""
+    """Return the numbers of query and key/value heads of a group, as the library gets them. If the
+    group has only some query heads of a key/value head, the library sees one key/value head for
+    each query head, all at the same address."""
     whole = group.count * Hkv == group.kv_count * Hq
     return group.sizes if whole else (group.count, group.count)
 
 
-Layouts = dict[str, dict[str, list[int]]]  # by tensor: the result of `_layouts`
+Layouts = dict[str, dict[str, list[int]]]  # by tensor name: the result of `_layouts`
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A built graph. names: the library's ids of its tensors by our names."""
+    """A built graph of cuDNN. names: our name -> the library's id, for each tensor. workspace:
+    bytes that the graph needs."""
 
     graph: Any
     names: dict[str, int]
@@ -91,8 +93,8 @@ class CudnnError(Exception):
 
 
 def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
-    """Return why this attention cannot compute a case; None if it can. capability: compute
-    capability times 10. dtype: of qkv."""
+    """Return the reason why cuDNN attention cannot compute a case; None if it can. capability:
+    compute capability times 10. dtype: the dtype of qkv."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
     if dtype != BF16:
@@ -104,8 +106,8 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
 
 @START.part("loading cuDNN")
 def _front_end() -> Any:
-    """Import cuDNN's front end without PyTorch, which it would load for seconds where it is
-    installed, only to know its tensors."""
+    """Import cuDNN's front end while PyTorch is hidden: the front end would import PyTorch, for
+    seconds, only to recognize PyTorch's tensors."""
     hidden = {} if "torch" in sys.modules else {"torch": None}
     sys.modules.update(hidden)
     try:
@@ -138,15 +140,15 @@ class CudnnAttention:
                 f"nvidia-cudnn-frontend, or {NATIVE}"
             ) from error
         self._cudnn, self._device_index = cudnn, device_index
-        # The front end raises these classes; the last two for error codes of its own and the
-        # library's.
+        # The front end raises these classes if it, or cuDNN, refuses a graph or a call.
         self._refusals = (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError)
         self.errors = (CudnnError,)  # of enqueued calls
         self._plans: dict[tuple, _Plan] = {}
 
     @classmethod
     def of(cls, device_index: int) -> CudnnAttention:
-        """Return a kept library, which nobody else gets, or a new one."""
+        """Return the library that `keep` left for this device, which is then kept no more, else a
+        new one."""
         return _kept.pop(device_index, None) or cls(device_index)
 
     def keep(self) -> None:
@@ -168,8 +170,8 @@ class CudnnAttention:
     ) -> None:
         """Raise LlmqError if forward or deterministic backward will not run on this GPU. sizes: T,
         Hq, Hkv, Hd. chunks: see attention.backward. window: number of keys, up to its own, that a
-        query sees. scale: of scores; None: 1 / sqrt(Hd). backward: False if only forward is
-        needed."""
+        query sees; None: all. scale: factor of scores; None: 1 / sqrt(Hd). backward: False if only
+        forward is needed."""
         T, Hq, Hkv, Hd = sizes
         scores = _Scores(window or T, scale or Hd**-0.5)
         forward = self._plan("forward", (B, *sizes), False, scores)
@@ -230,8 +232,9 @@ class CudnnAttention:
         scores: _Scores,
         group: HeadGroup | None = None,
     ) -> _Plan:
-        """Return the built graph for these sizes: built in 0.1 s once, then cached. shape: of all
-        heads. group: the heads to compute; None: all."""
+        """Return the graph for these sizes. The first call builds it in 0.1 s; later calls reuse
+        it. direction: "forward" or "backward". shape: (B, T, Hq, Hkv, Hd) with all heads. group:
+        the heads to compute; None: all."""
         computed = _computed(group, *shape[2:4]) if group else shape[2:4]
         band = {"diagonal_band_right_bound": 0}  # causal
         if scores.window < shape[1]:  # the library's band begins with the query's own key
@@ -310,7 +313,7 @@ class CudnnAttention:
         return tensors
 
 
-_kept: dict[int, CudnnAttention] = {}  # by device
+_kept: dict[int, CudnnAttention] = {}  # by device index
 
 
 def _expect_workspace(needed: int, planned: int) -> None:

@@ -5,17 +5,17 @@
 
 A tensor is only read unless `out` or `inout` is given. `?`: None is allowed. `box64`: the kernel
 gets the matrix as a TensorMap (cu/ptx.cuh), for copies of boxes of 64 rows. `sparse`: a launch
-touches little of the tensor, which does not count as traffic.
+touches little of the tensor, so the tensor does not count as traffic.
 
 TYPE is a dtype or a type variable, one capital letter. A launch binds the variable to the dtype of
-its tensors, which must be equal: Q to an fp8 dtype, O to an fp8 dtype but E5M2, all others to F32
-or BF16, unless the kernel's `types` says otherwise, such as `T=bf16, U=e4m3|e5m2`.
+its tensors, which must be equal: Q to an fp8 dtype, O to an fp8 dtype other than E5M2, any other
+letter to F32 or BF16, unless the kernel's `types` says otherwise, such as `T=bf16, U=e4m3|e5m2`.
 
 Dimensions are separated by commas. `rows`: one size in all arguments, equal to the number `rows` if
 there is one. `2*F`: a multiple of the size F. `*rows`, in the first place: any number of dimensions
-with the product `rows`. Otherwise an expression of these names, such as `K if trans_a else M`. In
-expressions `padded(n)` is n rounded up to whole 16 bytes of codes, and `vector_T` the number of
-elements of type T in 16 bytes.
+with the product `rows`. Any other dimension is an expression of these names, such as `K if trans_a
+else M`. In expressions `padded(n)` is n rounded up to whole 16 bytes of codes, and `vector_T` the
+number of elements of type T in 16 bytes.
 
 Rules, separated by commas, compare such expressions: `C % 8` (C is a multiple of 8), `C <= 8192`,
 `k >= 1`. A rule does not apply if one of its arguments is None.
@@ -53,7 +53,8 @@ _RULE = re.compile(r"^(.+) (==|%|<=|>=) (.+)$")
 
 
 def _padded(n: int) -> int:
-    """Return n rounded up to whole 16 bytes of codes, see base.operand.turned."""
+    """Return n rounded up to a multiple of CODES_MULTIPLE codes, which is 16 bytes; see
+    base.operand.turned."""
     return -(-n // CODES_MULTIPLE) * CODES_MULTIPLE
 
 
@@ -73,15 +74,15 @@ def _split(text: str) -> list[str]:
 
 
 def _value(code: CodeType, sizes: Mapping[str, Any]) -> int | None:
-    """Return the expression's value; None if one of its names has none."""
+    """Return the expression's value; None if `sizes` lacks one of its names."""
     if all(name in sizes or name in _FUNCTIONS for name in code.co_names):
         return eval(code, _FUNCTIONS, sizes)
     return None
 
 
 class Dimension(NamedTuple):
-    """One dimension of a declared shape. It is `factor` times the size `name`, or the product of
-    the leading dimensions. name: "" for an expression."""
+    """One dimension of a declared shape: `factor` times the size `name`, or the product `name` of
+    the leading dimensions, or an expression, with name ""."""
 
     text: str
     name: str
@@ -103,8 +104,9 @@ class Dimension(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One declared argument. dtype: of a tensor; None if its type is a variable. shape: None for a
-    number. box_rows: of a TensorMap; 0: the kernel gets the tensor's address."""
+    """One declared argument. dtype: a tensor's dtype; None for a number or a type variable. shape:
+    a tensor's dimensions; None for a number. box_rows: rows of a TensorMap's box; 0: the kernel
+    gets the tensor's address."""
 
     name: str
     type: str
@@ -147,7 +149,7 @@ class Arg:
 
     @property
     def is_type_variable(self) -> bool:
-        """True if the type is bound at launch."""
+        """True if a launch binds the type."""
         return len(self.type) == 1
 
 
@@ -160,7 +162,8 @@ _COMPARISONS = {
 
 
 class Rule(NamedTuple):
-    """A condition on sizes. of_gpu: True if it applies only to GPUs; references take any size."""
+    """A condition on sizes. of_gpu: True if the condition applies only to GPUs; references take any
+    size."""
 
     text: str
     left: CodeType
@@ -180,7 +183,7 @@ class Rule(NamedTuple):
         )
 
     def check(self, entry: str, sizes: Mapping[str, Any]) -> None:
-        """Raise ValueError if sizes break it."""
+        """Raise ValueError if these sizes break the rule. entry: the kernel, for the message."""
         value, bound = _value(self.left, sizes), _value(self.right, sizes)
         if value is None or bound is None:
             return
@@ -194,12 +197,12 @@ MOST_KNOWN = 1024  # combinations of dtypes and sizes that a declaration remembe
 
 
 class Declaration:
-    """The arguments of one kernel and the rules of their sizes, parsed once. Dtypes and sizes that
-    fit are remembered, so that steps check nothing twice."""
+    """The arguments of one kernel and the rules of their sizes, parsed once. The declaration
+    remembers dtypes and sizes that fit, so that steps check nothing twice."""
 
     def __init__(self, entry: str, args: str, where: str, gpu: str, types: str):
-        """args, where (rules), gpu (rules for GPUs alone), types: texts in this module's syntax.
-        ValueError if a text cannot be parsed."""
+        """args, where (rules), gpu (rules for GPUs alone), types (dtypes of type variables): texts
+        in this module's syntax. ValueError if a text cannot be parsed."""
         self.entry, self.types = entry, dict(TYPES)
         for letter, names in (text.split("=") for text in _split(types)):
             self.types[letter] = tuple(DTYPES[name] for name in names.split("|"))
@@ -219,7 +222,8 @@ class Declaration:
         self._known: dict[tuple, Any] = {}
 
     def check(self, args: tuple, on_gpu: bool) -> dict[str, DType]:
-        """Return the dtypes of type variables. TypeError or ValueError if arguments do not fit."""
+        """Check a launch's arguments; return the dtypes of type variables. TypeError or ValueError
+        if an argument does not fit."""
         if len(args) != len(self.args):
             raise TypeError(f"{self.entry}: {len(args)} arguments given, {len(self.args)} declared")
         for i, types in self._numbers:
@@ -268,9 +272,10 @@ class Declaration:
         *,
         complete: bool = True,
     ) -> dict[str, DType]:
-        """Return the dtypes of type variables, and add to sizes. Raises if a tensor does not fit
-        sizes or the tensors that the kernel reads, which are assumed right. complete: True if all
-        arguments are given, so that all sizes are known."""
+        """Return the dtypes of type variables, and add the tensors' dimensions to sizes. Tensors
+        that the kernel reads come first and set the sizes; TypeError or ValueError if another
+        tensor does not fit. complete: True if all arguments are given, so that all sizes are
+        known."""
         types: dict[str, DType] = {}
         given = [(arg, x) for arg, x in pairs if self._is_given(arg, x, on_gpu)]
         given.sort(key=lambda pair: (not pair[0].reads, pair[0].writes))
@@ -312,7 +317,7 @@ class Declaration:
         return True
 
     def _name_sizes(self, arg: Arg, tensor: Tensor, sizes: dict[str, Any]) -> None:
-        """Add to sizes the names of the declared shape that are still missing there."""
+        """Add to sizes those names of the declared shape that sizes lacks."""
         dims, shape = arg.shape, tensor.shape
         if dims and dims[0].leading and len(shape) >= len(dims) - 1:
             count = len(shape) - len(dims) + 1
@@ -340,6 +345,6 @@ class Declaration:
             raise ValueError(self._unfit(arg, tensor, f"have shape {expected}", tensor.shape))
 
     def _unfit(self, arg: Arg, tensor: Tensor, expected: str, given: Any) -> str:
-        """The message about a tensor, with its own name."""
+        """Return the message about a tensor that does not fit, with the tensor's own name."""
         named = "" if tensor.name == arg.name else f" ({tensor.name})"
         return f"{self.entry}: {arg.name} must {expected}, got {given}{named}"

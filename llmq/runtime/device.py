@@ -40,8 +40,9 @@ FUSED = (
 class DeviceSpec:
     """Properties of a machine that launchers and the planner need. capability: compute capability
     times 10 (90 for an H100), 0 for the CPU. num_sms: multiprocessors, which size grids and
-    workspaces. memory: bytes in total. library_workspace: bytes from the arena for the
-    matrix-product library; default as NVIDIA advises: 32 MiB on Hopper and later, 4 MiB before."""
+    workspaces. memory: total bytes of the machine's memory. library_workspace: bytes of the arena
+    that the matrix-product library may use; the default is NVIDIA's advice, 32 MiB on Hopper and
+    later, 4 MiB before."""
 
     name: str
     capability: int
@@ -83,8 +84,8 @@ def told_to_fuse() -> frozenset[str] | None:
 
 
 class MemorySizes(dict[str, int]):
-    """Bytes of each memory that one rank needs, by tier and "stack": a plan returns them, a device
-    takes them."""
+    """Bytes of each memory that one rank needs, by name of the tier or "stack". A plan returns
+    these sizes, and a device is opened with them."""
 
     def __init__(self, **sizes: int):
         super().__init__({name: sizes.pop(name, 0) for name in (*TIERS, "stack")})
@@ -116,8 +117,9 @@ class Launch(NamedTuple):
 
 
 class Event:
-    """A point in a stream's work; on devices without streams it has always passed. of_comm: True if
-    last recorded on a stream of collectives, and the main stream has not waited for it since."""
+    """A point in a stream's work; on devices without streams every event has passed. of_comm: True
+    if the event was last recorded on a stream of collectives, and the main stream has not waited
+    for it since."""
 
     of_comm = False
 
@@ -126,7 +128,8 @@ class Event:
 
 
 class Clock(NamedTuple):
-    """Launches that measure on the current stream: `stop` adds the time since `start` to a sum."""
+    """Functions that launch a measurement on the current stream: `stop` adds the time since `start`
+    to a sum in device memory."""
 
     start: Callable[[], None]
     stop: Callable[[], None]
@@ -136,9 +139,9 @@ class Device(ABC):
     """Memory, launches, copies and order on one rank's machine. mesh: the rank's place among all
     ranks, and its ends of their collectives. last_operation: name of the last enqueued collective
     or replayed graph, for diagnosis. clock: measures how long the main stream waits for other
-    ranks; None with one rank. stream_name: the current stream. fused: the fused products to use
-    wherever possible, and no others (LLMQ_FUSED); None: the faster kernels. constants: tensors of
-    `constant`, with their content."""
+    ranks; None with one rank. stream_name: the current stream. fused: the only fused products to
+    use, and wherever possible (LLMQ_FUSED); None: use whichever kernels are faster. constants: the
+    tensors that `constant` made, with their content."""
 
     kind: str  # "cuda", "host" or "plan"
     last_operation = "none"
@@ -153,8 +156,8 @@ class Device(ABC):
         *,
         mesh: Mesh | None = None,
     ):
-        """storages: "stack" and one for each of TIERS. sizes: bytes of each memory; None:
-        unlimited, for a plan. mesh: None: the mesh of a single rank."""
+        """storages: a storage named "stack" and one for each of TIERS. sizes: bytes of each memory;
+        None: unlimited, for a plan. mesh: the rank's mesh; None: the mesh of a single rank."""
         self.spec, self.mesh = spec, mesh or Mesh.of()
         capacity = dict.fromkeys((*TIERS, "stack")) if sizes is None else sizes
         self.arenas = {name: Arena(storages[name], capacity[name]) for name in TIERS}
@@ -171,8 +174,9 @@ class Device(ABC):
     def alloc(
         self, name: str, shape: tuple[int, ...], dtype: DType, category: str, place: str = "device"
     ) -> Tensor:
-        """Return a tensor that lives as long as the device, or the surrounding block of
-        `temporary`; content undefined."""
+        """Return a tensor that lives as long as the device, or as the surrounding block of
+        `temporary`. Its content is undefined. category: name under which the bytes are counted.
+        place: name of a tier."""
         if TIERS[place] is SSD and not self._opened:
             self._opened = True
             pinned = self.arenas["pinned"]
@@ -183,7 +187,7 @@ class Device(ABC):
         """Open the files of the tier "ssd". buffers: U8 (BUFFER_BYTES,)."""
 
     def constant(self, name: str, array: np.ndarray, dtype: DType, category: str) -> Tensor:
-        """Return a tensor of dtype with this content, which only `restore` writes again."""
+        """Return a tensor of this dtype and content. Only `restore` writes it again."""
         tensor = self.alloc(name, array.shape, dtype, category)
         self.upload(tensor, array)
         self.constants.append((tensor, array))
@@ -196,8 +200,8 @@ class Device(ABC):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """Free all memory that `alloc` takes within the block at its end. Work whose shapes change
-        from call to call needs this. A training step takes all memory beforehand."""
+        """Free, at the end of the block, all memory that `alloc` takes within it. This is for work
+        whose shapes change from call to call; a training step takes all memory beforehand."""
         before = {place: arena.used for place, arena in self.arenas.items()}
         constants = len(self.constants)
         try:
@@ -227,11 +231,12 @@ class Device(ABC):
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: DType
     ) -> AbstractContextManager[Tensor]:
-        """Return a tensor of the LIFO stack for a `with` block; content undefined."""
+        """Return a tensor on the stack that lives for a `with` block. Its content is undefined."""
         return self.stack.scratch(name, shape, dtype)
 
     def sizes(self) -> MemorySizes:
-        """Return the largest sizes so far, which another device needs to repeat the work."""
+        """Return the most bytes used so far of each memory. A device of these sizes can repeat the
+        work."""
         used = {place: arena.high_water_mark for place, arena in self.arenas.items()}
         return MemorySizes(stack=self.stack.high_water_mark, **used)
 
@@ -259,11 +264,11 @@ class Device(ABC):
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
-        """Enqueue a piece of work in one of several ways; the first one unless ways are timed.
-        work: a unique name. ways: by name; each enqueues launches on the current stream, and
-        overwrites all that another way writes. kept: tensors that a way adds to, or reads and
-        changes. A CUDA device that tunes takes the fastest way, and then always the same; ways that
-        raise Unsupported do not count (llmq/runtime/tuning.py)."""
+        """Enqueue a piece of work in one of several ways. A CUDA device that tunes times the ways
+        at the first call and always takes the fastest; ways that raise Unsupported do not count
+        (llmq/runtime/tuning.py). Other devices take the first way. work: a unique name. ways:
+        functions by name; each enqueues launches on the current stream, and overwrites all that
+        another way writes. kept: tensors that a way adds to, or reads and changes."""
         next(iter(ways.values()))()
 
     def alike(self, items: Sequence[T]) -> Iterable[T]:
@@ -272,8 +277,7 @@ class Device(ABC):
         return items
 
     def choices(self) -> dict[str, str]:
-        """Return the way chosen for each piece of work so far that `choose` had several ways
-        for."""
+        """Return the name of the way that `choose` has taken, for each piece of work so far."""
         return {}
 
     @abstractmethod
@@ -288,24 +292,26 @@ class Device(ABC):
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Enqueue fn(xp, *arrays) on the current stream, which writes in place: xp is NumPy on the
         CPU and CuPy on a GPU, arrays are xp's views of the tensors, with BF16 numbers as uint16
-        bits. The arrays that fn makes are outside of the arenas. Neither values nor the host may
-        decide about the computation: a graph replays the launches of fn."""
+        bits. Arrays that fn makes lie outside of the arenas. The launches of fn must not depend on
+        values of arrays or on the host's state: a graph replays them."""
 
     @abstractmethod
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         """Write host data of the same shape and dtype; synchronous, for set-up and tests."""
 
     def send(self, dst: Tensor, array: np.ndarray) -> None:
-        """Enqueue a write of host data of the same shape and dtype, which may then be changed,
-        unless it is of `host_words`."""
+        """Enqueue a write of host data of the same shape and dtype. The caller may change the array
+        after the call, unless `host_words` made the array."""
         self.upload(dst, array)
 
     def host_words(self, count: int) -> np.ndarray:
-        """I32 zeros (count,) on the host, which copies to and from the device need not wait for."""
+        """Return I32 zeros (count,) on the host, to and from which `send` and `receive` copy
+        without a wait."""
         return np.zeros(count, np.int32)
 
     def receive(self, array: np.ndarray, src: Tensor) -> None:
-        """Enqueue a write of a tensor of the same shape and dtype to an array of `host_words`."""
+        """Enqueue a copy of a tensor to an array of the same shape and dtype, made by
+        `host_words`."""
         array[...] = self.download(src)
 
     @abstractmethod
@@ -315,7 +321,7 @@ class Device(ABC):
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
         """Make a stream the current one within the `with` block. "main": compute. "comm":
-        collectives. "exchange": collectives of gradients that run beside gathers. "copy": host to
+        collectives. "exchange": collectives of gradients, beside gathers on "comm". "copy": host to
         device. "store": device to host. "stage": copies for peers. "save": state for a checkpoint,
         never in a graph, since the graph would wait for it."""
         before = self.stream_name
@@ -361,8 +367,8 @@ class Device(ABC):
         clock.stop()
 
     def has_passed(self, event: Event) -> bool:
-        """True if the work before the event's last record is done; callable on any thread, at
-        once."""
+        """True if the work before the event's last record is done. Returns at once; any thread may
+        call it."""
         return True
 
     def _record(self, event: Event) -> None:  # noqa: B027 - without streams all is in order
@@ -377,15 +383,17 @@ class Device(ABC):
         Values that differ between calls of one key must be in device memory."""
 
     def forget_graphs(self) -> None:
-        """Let `graph` capture all functions again, because addresses in them change."""
+        """Forget all captured graphs, because addresses in them change; `graph` captures again."""
         return
 
     def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
-        """Run fn as `graph` does, for short work that repeats often: the CPU keeps it, too."""
+        """Run fn as `graph` does; the CPU device also records fn and replays it. For short work
+        that repeats often."""
         self.graph(key, fn)
 
     def fast_products(self) -> dict[str, bool]:
-        """Return the fp8 products so far that may accumulate in fewer bits, and True if they do."""
+        """Return the fp8 products so far that may accumulate in fewer bits, by name; True if a
+        product does."""
         return {}
 
     @contextmanager

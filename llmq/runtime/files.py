@@ -1,4 +1,4 @@
-"""Scratch files: memory of the tier "ssd", which copies alone reach, through pinned buffers.
+"""Scratch files: the memory of the tier "ssd", which only copies reach, through pinned buffers.
 
 The files have no names: the system frees them when the process ends, however the process ends.
 Reads and writes go past the page cache (O_DIRECT) where the file system can.
@@ -35,21 +35,23 @@ from llmq.base.errors import DiskError, MachineError, warn_once
 from llmq.base.tensor import SSD, Tensor
 
 BLOCK = SSD.align
-CHUNK = 8 << 20  # bytes of one read or write, and of a stripe of one directory
-DEPTH = 4  # reads that are under way at a time, and as many writes
+CHUNK = 8 << 20  # bytes of one read or write, and of one stripe
+DEPTH = 4  # number of reads under way at a time, and of writes
 SLOT = CHUNK + 3 * BLOCK  # a chunk may begin and end inside a block; the last block is spare
-# Alignment, a block of flags, the slots of reads and of writes, and one for the host's own copies.
+# Room for alignment, one block of flags, the slots of reads and of writes, and a slot for copies
+# that the host waits for.
 BUFFER_BYTES = 2 * BLOCK + (2 * DEPTH + 1) * SLOT
-SLOW = 5.0  # seconds of one read or write of which a run warns
+SLOW = 5.0  # a read or write of more seconds causes a warning
 NAP = (2e-5, 1e-3)  # seconds between two looks at a flag, the first and the longest
 
 
 class Files:
-    """Bytes that are striped over one unnamed file in each directory; zero at the start."""
+    """A range of bytes, striped over one unnamed file in each directory. All bytes are zero at
+    first."""
 
     def __init__(self, folders: Sequence[Path], nbytes: int, buffers: np.ndarray):
-        """buffers: uint8 (BUFFER_BYTES,), of pinned memory on a GPU's machine. DiskError if a
-        directory cannot hold its part of nbytes."""
+        """nbytes: size of the range. buffers: uint8 (BUFFER_BYTES,), pinned if a GPU copies.
+        DiskError if a directory cannot hold its part of nbytes."""
         each = -(-nbytes // (CHUNK * len(folders))) * CHUNK
         self._untouched = True
         self._files: list[tuple[Path, Any]] = []
@@ -75,7 +77,8 @@ class Files:
                 fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
 
     def _move(self, call: Callable[..., int], start: int, data: np.ndarray) -> None:
-        """Read or write whole blocks. MachineError if the disk fails."""
+        """Read or write whole blocks from byte `start` on. call: os.preadv or os.pwritev.
+        MachineError if the disk fails."""
         while data.size:
             stripe, inside = divmod(start, CHUNK)
             row, which = divmod(stripe, len(self._files))
@@ -134,7 +137,7 @@ class Files:
             self.write(start + at, part.size, self.slots[-1])
 
     def zero(self, start: int, nbytes: int) -> None:
-        """Write zeros; costs nothing as long as nothing was written."""
+        """Write zeros. Does nothing while the files are untouched, since they are zero."""
         for at in range(0, 0 if self._untouched else nbytes, CHUNK):
             self.save(start + at, np.zeros(min(CHUNK, nbytes - at), np.uint8))
 
@@ -168,12 +171,13 @@ class _Chunk(NamedTuple):
 
 
 class Traffic:
-    """Copies between a GPU and files, which only enqueue. The flag of a slot counts: 2 n for turn n
-    if the slot waits to be filled, 2 n + 1 if it is full. moved: number of chunks so far. After an
-    error threads move nothing, and let streams go on; `check` raises the error."""
+    """Copies between a GPU and files. The methods only enqueue. The flag of a slot counts: 2 n for
+    turn n if the slot waits to be filled, 2 n + 1 if it is full. moved: number of chunks so far.
+    After an error threads move nothing, and let streams go on; `check` raises the error."""
 
     def __init__(self, files: Files, buffers: Tensor, stream: Stream):
-        """buffers: those of the files."""
+        """buffers: the buffers that the files use, as a tensor. stream: enqueues the GPU's
+        operations."""
         self.files, self._stream, self._buffers = files, stream, buffers
         self.moved = 0
         self._error: BaseException | None = None
@@ -204,7 +208,7 @@ class Traffic:
         self._enqueue(source, start, nbytes, stores=True)
 
     def _address(self, data: np.ndarray) -> int:
-        """Return where the GPU finds a part of the buffers."""
+        """Return the GPU's address of a part of the buffers."""
         return self._buffers.ptr + data.ctypes.data - self._buffers.numpy().ctypes.data
 
     def _enqueue(self, address: int, start: int, nbytes: int, *, stores: bool) -> None:
@@ -254,7 +258,7 @@ class Traffic:
             chunk.done.set()
 
     def _reaches(self, index: int, value: int) -> bool:
-        """Wait until a flag has a value; False if the traffic was closed."""
+        """Wait until a slot's flag has reached a value; False if the traffic was closed."""
         nap, longest = NAP
         while _word(int(self.files.flags[index]) - value) >= 1 << 31:
             if self._closed:

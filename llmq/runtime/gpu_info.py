@@ -11,9 +11,10 @@ from llmq.runtime.nvml import open_nvml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInfo:
-    """One GPU as CUDA sees it. Sizes in bytes; shared_mem: of one multiprocessor. bus_id: PCI
-    address, by which NVML finds the GPU whatever CUDA_VISIBLE_DEVICES is. cuda_driver,
-    cuda_runtime: releases, 1000 * major + 10 * minor."""
+    """One GPU as CUDA sees it. memory, free, l2_size: bytes. shared_mem: bytes of shared memory of
+    one multiprocessor. major, minor: compute capability. bus_id: PCI address, by which NVML finds
+    the GPU whatever CUDA_VISIBLE_DEVICES is. cuda_driver, cuda_runtime: releases, as 1000 * major +
+    10 * minor."""
 
     name: str
     bus_id: str
@@ -43,7 +44,8 @@ def bus_id(index: int) -> str:
 
 
 def cuda_uuid(index: int) -> str:
-    """Return the UUID in hexadecimal, of a MIG instance its own; CuPy cuts it at a zero byte."""
+    """Return the UUID of GPU `index`, or of the MIG instance in its place, in hexadecimal. CuPy
+    cuts the UUID at a zero byte."""
     from cupy.cuda import runtime
 
     return runtime.getDeviceProperties(index).get("uuid", b"").hex()

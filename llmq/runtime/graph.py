@@ -16,8 +16,8 @@ LATE = "this may be of something enqueued earlier, LLMQ_SYNC=1 in the environmen
 
 @contextlib.contextmanager
 def noticing(api: Any, what: str) -> Iterator[None]:
-    """Name the call that noticed a CUDA error within the block, and how to find the error's
-    cause."""
+    """Reraise a CUDA error within the block as RuntimeError, with the name of the call that noticed
+    it (`what`) and a way to find the cause."""
     try:
         yield
     except api.CUDARuntimeError as error:
@@ -25,10 +25,11 @@ def noticing(api: Any, what: str) -> Iterator[None]:
 
 
 class CudaEvent(Event):
-    """A CUDA event. capture: the graph capture of its last record; None outside of a graph."""
+    """A CUDA event. capture: the graph capture in which the event was last recorded; None if that
+    was outside of a graph."""
 
     def __init__(self, api: Any, handle: int, waiting: Callable[[], AbstractContextManager]):
-        """waiting: returns the context of every wait of the host."""
+        """waiting: returns a context manager, within which the host waits."""
         self._api = api
         self._waiting = waiting
         self.handle = handle
@@ -41,9 +42,9 @@ class CudaEvent(Event):
 
 @dataclass(eq=False, slots=True)
 class Capture:
-    """One captured function. executable: 0 until instantiated. stack_used: bytes of the stack at
-    its start; replays need the same number. streams: side streams that it uses. events: events that
-    it records."""
+    """One captured function. executable: handle of the graph; 0 until instantiated. stack_used:
+    bytes of the stack in use when the function starts; replays need the same number. streams: names
+    of the side streams that the function uses. events: events that the function records."""
 
     stack_used: int
     executable: int = 0
@@ -52,10 +53,10 @@ class Capture:
 
 
 class Graphs:
-    """The graphs of one device by key, for one thread. For streams and events outside, a replay
-    keeps the order of the calls themselves. The graph waits for the function's side streams, and
-    these streams wait for the graph. Each recorded event counts as recorded when the whole graph is
-    done."""
+    """The graphs of one device by key, for one thread. Streams and events outside see the same
+    order as if a replay called the function: the graph waits for the function's side streams, these
+    streams wait for the graph, and each event that the function records passes when the whole graph
+    is done."""
 
     def __init__(self, api: Any, streams: dict[str, int], new_event: Callable[[], int]):
         """api: CuPy's CUDA runtime module. streams: handles by name, "main" among them."""
@@ -69,7 +70,7 @@ class Graphs:
         self.capturing: Capture | None = None
 
     def prepare(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
-        """Capture fn's launches, all loaded and tuned before, and run nothing."""
+        """Capture fn's launches and run nothing. All kernels must be loaded and tuned before."""
         self._ran.add(key)
         if key not in self._captured:
             captured = self._captured[key] = self._capture(key, fn, stack_used)
@@ -95,7 +96,7 @@ class Graphs:
             self._launch(captured)
 
     def use_stream(self, name: str) -> None:
-        """Add a stream to the current capture, from the graph's start on."""
+        """Add a stream to the current capture; its work follows the graph's start."""
         if name != "main" and name not in self.capturing.streams:
             self.capturing.streams.append(name)
             self._api.streamWaitEvent(self._streams[name], self._start)

@@ -1,8 +1,8 @@
-"""Heartbeats between the processes of a run: does each answer, and does any rank make progress?
+"""Heartbeats between the processes of a run: does each process answer, and does any rank progress?
 
-A thread of each process tells the first process what its ranks do, and the first process answers,
-whatever other threads wait for. All processes on all machines end if a process stays silent too
-long, or if no rank makes progress.
+A thread of each process tells the first process what its ranks do, and the first process answers.
+The thread does so even if all other threads wait. All processes on all machines end if a process
+stays silent too long, or if no rank makes progress.
 """
 
 import sys
@@ -15,11 +15,12 @@ from llmq.base.errors import MachineError
 from llmq.runtime.workers import RankPool
 
 STARTING = 60.0  # seconds: loading CUDA libraries may stop all threads of a process this long
-LATER = 3.0  # seconds that other processes wait longer than the first, which knows more
+LATER = 3.0  # seconds: the first process, which knows more, gives up this much earlier
 
 
 class Doing(NamedTuple):
-    """The state of a rank. waits: True if it waits for another rank, and so is not the cause."""
+    """The state of a rank. waits: True if the rank waits for another rank, and so is not the cause
+    of a hang. line: the rank's activity in words."""
 
     rank: int
     waits: bool
@@ -27,8 +28,8 @@ class Doing(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The message of a process. idle: seconds since its ranks made progress. busy: True if they
-    have work."""
+    """The message of a process. idle: seconds since one of its ranks made progress. busy: True if a
+    rank has work. ended: True if the process has ended."""
 
     idle: float
     busy: bool
@@ -45,7 +46,7 @@ class Heartbeat:
         self._pool: RankPool | None = None
         self._waits: Callable[[int], bool] = lambda rank: False
         self._seconds = seconds + (0.0 if mpi.first else LATER)
-        self._beats: dict[int, tuple[float, Beat]] = {}  # by process: when the last one came
+        self._beats: dict[int, tuple[float, Beat]] = {}  # by process: the last beat and its time
         self._start = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -108,7 +109,7 @@ class Heartbeat:
         return f"process {process} on machine '{self._mpi.machines[process]}'"
 
     def _hanging(self, own: Beat) -> str | None:
-        """Return the error for ranks of which none, in any process, makes progress; else None."""
+        """Return an error if no rank of any process makes progress, else None."""
         beats = {0: own} | {process: beat for process, (_, beat) in self._beats.items()}
         ages = {process: self._age(process) for process in self._beats} | {0: 0.0}
         idle = min(beat.idle + ages[process] for process, beat in beats.items())

@@ -20,7 +20,7 @@ from llmq.runtime.mesh import Mesh
 
 @cache
 def reference(kernel: Kernel) -> Callable[..., None]:
-    """Return the NumPy function that a kernel is checked against."""
+    """Return a kernel's reference, a NumPy function."""
     return getattr(importlib.import_module(f"llmq.ref.{kernel.module}"), kernel.entry)
 
 
@@ -39,7 +39,7 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 class HostDevice(Device):
     """Runs on NumPy arrays, in the calling thread. poison: True to fill each allocated tensor with
     0xFF (NaN in every float format), which exposes reads of memory that nothing wrote. mesh: see
-    Device. folders: for the files of the tier "ssd"."""
+    Device. folders: directories for the files of the tier "ssd"."""
 
     kind = "host"
 
@@ -85,7 +85,7 @@ class HostDevice(Device):
 
     def _launch(self, launch: Launch) -> None:
         args = [a.numpy() if isinstance(a, Tensor) else a for a in launch.args]
-        # The trainer reports a diverging run, not one warning per operation.
+        # No NumPy warnings: the trainer reports a run that diverges.
         with np.errstate(all="ignore"):
             named = {name: launch.consts.get(name.upper()) for name in constants_of(launch.kernel)}
             constants = {name: value for name, value in named.items() if value is not None}
@@ -141,7 +141,7 @@ class HostDevice(Device):
 
     def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
         """Run fn and record its calls of references; later runs of the key repeat only these calls.
-        With several ranks, or if launches are watched, fn always runs."""
+        With several ranks, with poison, or if `instead` replaces a method, fn always runs."""
         watched = self.poison or {"launch", "copy", "zero"} & vars(self).keys()
         if self._capture_only or watched or self.mesh.size() > 1:
             self.graph(key, fn)

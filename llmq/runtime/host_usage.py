@@ -62,8 +62,9 @@ class HostUsage:
         self._before = self._times()
 
     def read(self) -> dict[str, int]:
-        """Return cpus: number that this process may use; util: percent of their time since the last
-        reading, or UNSUPPORTED; memory_used, memory_total: bytes."""
+        """Return a reading. cpus: number of CPUs that this process may use. util: percent of the
+        CPUs' time in use since the last reading, or UNSUPPORTED. memory_used, memory_total:
+        bytes."""
         times, before = self._times(), self._before
         busy, total = (now - then for now, then in zip(times, before, strict=True))
         available, memory = host_memory()
@@ -77,7 +78,7 @@ class HostUsage:
         }
 
     def _times(self) -> tuple[float, float]:
-        """Return (busy, total) seconds of these CPUs."""
+        """Return (busy, total) seconds, summed over the CPUs that this process may use."""
         allowed, busy, total = allowed_cpus(), 0.0, 0.0
         try:
             cpus = psutil.cpu_times(percpu=True)

@@ -23,12 +23,12 @@ class Kernel:
     reference is the function of the same name in llmq/ref/<file>.py. Both take the declared
     arguments in this order, and launchers use the same names.
 
-    args: the declaration (llmq/runtime/declaration.py). where: rules of sizes. gpu: further rules
-    for the CUDA kernel alone. types: dtypes of type variables, such as "T=bf16, U=e4m3|e5m2"; the
-    bound dtype is the compiler's -D<letter>. capability: the only compute capability, times 10,
-    with the instructions; None: all supported ones. programmatic: True if the kernel calls
-    start_next_kernel and wait_for_earlier_kernels (cu/ptx.cuh), so that two such kernels in a row
-    may overlap."""
+    args: the declaration (llmq/runtime/declaration.py). where: rules that sizes must satisfy. gpu:
+    further rules for the CUDA kernel alone. types: dtypes of type variables, such as "T=bf16,
+    U=e4m3|e5m2"; the bound dtype is the compiler's -D<letter>. capability: the only compute
+    capability, times 10, that has the kernel's instructions; None: every supported GPU has them.
+    programmatic: True if the kernel calls start_next_kernel and wait_for_earlier_kernels
+    (cu/ptx.cuh), so that two such kernels in a row may overlap."""
 
     file: str
     entry: str
@@ -71,16 +71,16 @@ class Kernel:
         return self.declaration.check(args, on_gpu)
 
     def dims(self, **given: Tensor | int) -> tuple[int, ...]:
-        """Return the sizes of the dimensions named in these arguments' shapes, by first appearance,
-        which a launcher needs before the launch. Numbers in `given` are used and left out. Errors:
-        see `bind`."""
+        """Return the sizes of the dimensions named in these arguments' shapes, in order of first
+        appearance. Launchers need these sizes before the launch. Sizes that `given` has as numbers
+        are left out. Errors: see `bind`."""
         return self.declaration.dims(given)
 
     def traffic(self, args: tuple) -> tuple[int, int, int]:
-        """Return the bytes that one launch must move: of device memory, from host memory, to host
-        memory. Each tensor is read once and written once as declared. A `sparse` tensor, of which
-        few elements are touched, does not count. Nor does a `workspace`, whose use by a library is
-        unknown."""
+        """Return the bytes that one launch must move: bytes of device memory, bytes read from host
+        memory, bytes written to host memory. A declared access reads or writes the whole tensor
+        once. A `sparse` tensor does not count, because a launch touches few of its elements. A
+        `workspace` does not count, because a library's use of it is unknown."""
         device = loaded = stored = 0
         for index, arg in self._moved:
             tensor = args[index]
@@ -103,8 +103,9 @@ def formats(tensors: Iterable[Tensor | None]) -> str:
 
 
 class KernelSource(NamedTuple):
-    """The source of one compilation: a kernel with its types and constants. file: in llmq/cu.
-    types: dtype names by type variable, sorted. consts: -DNAME=value, sorted."""
+    """The source of one compilation: a kernel with its types and constants. file: a path in
+    llmq/cu. types: sorted (type variable, dtype name). consts: sorted (name, value), the compiler's
+    -DNAME=value."""
 
     file: str
     entry: str

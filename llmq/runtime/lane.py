@@ -11,15 +11,16 @@ Streams: "copy" copies from host memory and "store" to host memory, "stage" writ
 
 Time. A CUDA graph captures a function's launches once; replays launch them again and call no
 Python. So the state of a lane and of its owners (which content has a slot, whether a stream must
-wait for a slot) is of capture time. The state describes launches that are being enqueued. It
-changes while a function is captured or runs without a graph, and stays unchanged in a replay. Two
-rules follow:
+wait for a slot) is of capture time. This state describes launches that are being enqueued. The
+state changes while a function is captured or runs without a graph, and stays the same in a replay.
+Two rules follow:
 
     Each capture starts with empty lanes, whatever ran before: owners call `forget`, or empty their
     lane at the end. Otherwise a graph would depend on earlier captures, and might wait for an event
     that it does not record.
-    An empty slot is not waited for. So before a lane becomes empty, the current stream waits for
-    all its content (`use`, `free`, `join`), and the first content to arrive follows it (`follow`).
+    No stream waits for an empty slot. So before a lane becomes empty, the current stream waits for
+    all content (`use`, `free`, `join`); and the first content arrives after the current stream's
+    work so far (`follow`).
 
 State that differs between replays belongs in the graph's key or in device memory, never here.
 """
@@ -34,9 +35,10 @@ from llmq.runtime.device import Device, Event
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The state of one slot: its events, which live as long as the device, and state of capture
-    time. gone: for each piece of the content, the event after which it may be overwritten. content:
-    key of the content in the slot."""
+    """The state of one slot. arrived, used, left: events, which live as long as the device. The
+    other fields are state of capture time. gone: for each piece of the content, the event after
+    which the piece may be overwritten. content: key of the content in the slot; None: empty.
+    in_use: True if `take` may not assign the slot."""
 
     arrived: Event
     used: Event
@@ -121,7 +123,8 @@ class Lane:
             self.dev.wait(self._asked)
 
     def arrive(self, key: Hashable, *pieces: Callable[[], None]) -> None:
-        """Fill a slot; each piece waits until the same piece of the former content is gone."""
+        """Fill a slot by these pieces; each waits until the same piece of the former content is
+        gone."""
         slot = self._slots[key]
         gone = slot.gone if len(slot.gone) == len(pieces) else slot.gone[-1:]
         with self.dev.on(self._arrive):
@@ -151,7 +154,8 @@ class Lane:
         slot.gone, slot.in_use = [slot.used], False
 
     def leave(self, key: Hashable, *pieces: Callable[[], None]) -> None:
-        """Take away the slot's content that the current stream has made; at least one piece."""
+        """Take away the slot's content, which the current stream has made, by these pieces (at
+        least one)."""
         self.release(key)
         slot = self._slots[key]
         while len(slot.left) < len(pieces):  # only at first, outside of captures

@@ -17,11 +17,11 @@ from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.world import World
 
-# The card that `llmq plan` assumes by default. It has as many multiprocessors as any real card (an
-# RTX PRO 6000 has 188), which makes most workspaces largest (but those of adapters' gradients may
-# be larger on a small card), and the largest workspace for the library. Its capability is not
-# Hopper's, whose fused products need less scratch than two kernels elsewhere; the one that needs
-# more is planned here, too (`ops/product/matmul_fused.py`).
+# The card that `llmq plan` assumes by default. It has at least as many multiprocessors as any real
+# card (an RTX PRO 6000 has 188), which makes most workspaces largest, and the library's largest
+# workspace. (Workspaces of adapters' gradients may be larger on a small card.) Its capability is
+# not Hopper's: Hopper's fused products need less scratch than two kernels do elsewhere. The fused
+# product that needs more is planned for this card, too (`ops/product/matmul_fused.py`).
 PLAN_SPEC = DeviceSpec(
     name="any GPU", capability=100, num_sms=192, memory=0, library_workspace=32 * MIB
 )
@@ -29,10 +29,11 @@ PLAN_SPEC = DeviceSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A chosen kind of device, and the number of devices. kind: "host" or "cuda". spec: of every
-    device; if GPUs differ, a spec that fits all. note: one line for the user about the choice, or
-    None. world: ranks of this process, one device each, and of other processes. indices: this
-    process's GPUs, by rank; empty: from the first GPU on. specs: of each of its devices."""
+    """A chosen kind of device, and the number of devices. kind: "host" or "cuda". spec: the
+    properties of each device; if GPUs differ, a spec that fits all. note: one line for the user
+    about the choice, or None. world: all processes and their ranks; each rank has one device.
+    indices: numbers of this process's GPUs, by rank; empty: GPUs 0, 1, and so on. specs: the
+    properties of each device of this process."""
 
     kind: str
     spec: DeviceSpec
@@ -69,9 +70,9 @@ class Machine:
     ) -> Device:
         """Return the device of a rank of this process, with the sizes of a plan; LlmqError if it
         has too little memory. Call this in the thread that will use the device; with several ranks
-        this moves the thread to the CPUs near its GPU. mesh: of the rank; None: of the first rank,
-        with a shard for each rank. graphs, tune: --use-cuda-graphs and --tune, without effect on
-        the CPU. folders: --offload-dir."""
+        this moves the thread to the CPUs near its GPU. mesh: the rank's mesh; None: the first
+        rank's mesh, with a shard for each rank. graphs, tune: values of --use-cuda-graphs and
+        --tune, without effect on the CPU. folders: directories of --offload-dir."""
         mesh = mesh or Mesh.of(self.world_size)
         if self.kind == "host":
             _check_host_memory(sizes, self.world.ranks_here)
@@ -81,7 +82,8 @@ class Machine:
         index = self.index(mesh.rank)
         if self.world_size > 1:
             stay_near(bus_id(index))
-        # GPUs that differ size their grids alike: a smaller one may need larger workspaces.
+        # Different GPUs use the same grids, because grids determine the workspaces that were
+        # planned.
         return CudaDevice(
             *(index, sizes),
             graphs=graphs,
@@ -108,9 +110,9 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
 @START.part("opening the driver")
 def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
     """Return the devices of this process, and the world with a rank for each device. device:
-    "auto", "cpu" or "cuda". gpus: ranks of this process; 0: one for each GPU, on the CPU one.
-    world: all its processes call this. LlmqError if the devices are absent; the message says why
-    and what to do."""
+    "auto", "cpu" or "cuda". gpus: number of this process's ranks; 0: one for each GPU, or a single
+    one on the CPU. world: the processes of the run, which all call this function. LlmqError if the
+    devices are absent; the message says why and what to do."""
 
     def look() -> tuple[str, int, str | None, list[str]]:
         kind, note = _kind_of(device)
@@ -147,7 +149,7 @@ def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
 
 
 def _kind_of(device: str) -> tuple[str, str | None]:
-    """ "host" or "cuda", and a note on the choice or None."""
+    """Return "host" or "cuda", and a note on the choice or None."""
     if device == "cpu":
         return "host", None
     from llmq.runtime import cuda_api
@@ -184,10 +186,11 @@ def difference(names: list[str]) -> str | None:
 def divide_gpus(
     machines: Sequence[str], wishes: Sequence[tuple[int, list[str]]]
 ) -> list[tuple[int, ...]]:
-    """Return the GPUs that each process takes, as numbers of the GPUs that it sees. wishes: --gpus
-    of each process, and bus ids of the GPUs that it sees. A process takes GPUs of its machine that
-    no earlier process has taken. With --gpus 0, processes that see the same GPUs share them
-    equally. ConfigError if there are too few."""
+    """Return, for each process, the numbers of the GPUs that it takes among the GPUs that it sees.
+    machines: name of each process's machine. wishes: for each process, the value of --gpus and the
+    bus ids of the GPUs that it sees. A process takes GPUs of its machine that no earlier process
+    has taken. With --gpus 0, processes that see the same GPUs share them equally. ConfigError if
+    there are too few."""
     taken: set[tuple[str, str]] = set()
     divided = []
     for index, (machine, (asked, ids)) in enumerate(zip(machines, wishes, strict=True)):
@@ -224,7 +227,7 @@ def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
     """Raise LlmqError if memory is short. ranks_here: ranks on this machine with equal needs."""
     needed = (sizes.on_device + sizes.host) * ranks_here
     available = available_host_memory()
-    if needed > available:  # the system would promise more than it has, and kill the process later
+    if needed > available:  # else the system would kill the process later
         raise LlmqError(
             f"out of memory: {-(-needed // MIB)} MiB are needed, {available // MIB} MiB of host "
             "memory are available: close other programs, or use a smaller model"
@@ -253,9 +256,9 @@ def use_all_cpus(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def stay_near(bus_id: str, devices: Path = DEVICES) -> None:
-    """Let the calling thread, and threads that it starts, run only on the CPUs next to a GPU.
-    bus_id: the GPU's PCI address, such as 0000:19:00.0. Nothing changes if the system does not tell
-    or permit this, or none of these CPUs is ours: only speed depends on it."""
+    """Let the calling thread, and all threads that it starts, run only on the CPUs nearest to a
+    GPU. bus_id: the GPU's PCI address, such as 0000:19:00.0. Only speed depends on this. So nothing
+    changes if the system does not tell these CPUs, or permits none of them to this process."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # sched_… exists only on Linux
         near = parse_cpus((devices / bus_id.lower() / "local_cpulist").read_text())
         ours = near & os.sched_getaffinity(0)

@@ -10,16 +10,17 @@ import numpy as np
 
 # Axes along which ranks read different sequences; along "context" they divide sequences.
 DATA = ("replica", "batch")
-# The ranks that hold one replica of the state together, each rank its shard.
+# The axes of the ranks that together hold one replica of the state, each rank its shard.
 SHARD = ("batch", "context")
 
 
 class Mesh:
     """Named axes and their sizes, outermost first: neighbours on the last axis are consecutive
-    ranks. All code that counts, orders or divides ranks asks the mesh, by names of axes in any
-    order; "shard" names the axes of SHARD together, and without a name all axes are meant.
-    ValueError for an unknown axis. axes: sizes by name. rank: this rank, counted through all axes.
-    groups: this rank's ends of the collectives, by axes; llmq.comm.connect adds them."""
+    ranks. All code that counts, orders or divides ranks asks the mesh. Methods take names of axes,
+    in any order; "shard" stands for all axes of SHARD, and no name for all axes. ValueError for an
+    unknown axis. axes: size of each axis, by name. rank: this rank, counted through all axes.
+    groups: this rank's end of each group of collectives, by axes; llmq.comm.connect fills this
+    dictionary."""
 
     def __init__(self, axes: Mapping[str, int], rank: int = 0):
         self.axes, self.rank = dict(axes), rank
@@ -37,9 +38,9 @@ class Mesh:
     def of(
         cls, world_size: int = 1, rank: int = 0, shards: int | None = None, context: int = 1
     ) -> Mesh:
-        """Return the mesh of a run: replicas of its state, each divided into shards. shards: a
-        divisor of world_size; None: a shard for each rank. context: ranks that divide a sequence, a
-        divisor of shards."""
+        """Return the mesh of a run, with replicas of the run's state, each divided into shards.
+        shards: number of shards, a divisor of world_size; None: a shard for each rank. context:
+        number of ranks that divide a sequence, a divisor of shards."""
         shards = shards or world_size
         sizes = {"replica": world_size // shards, "batch": shards // context, "context": context}
         return cls(sizes, rank)
@@ -66,8 +67,8 @@ class Mesh:
 
     @property
     def waits_for(self) -> str | None:
-        """The ranks for which this rank's thread waits now, for diagnosis; None: it does not
-        wait."""
+        """The name of the ranks for which this rank's thread waits now, for diagnosis; None: the
+        thread does not wait."""
         return next((end.waits_for for end in self.groups.values() if end.waits_for), None)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Exchange between the processes of a run that an MPI launcher has started.
 
-No call into MPI blocks: each starts an operation, and the caller polls until it is done. So one
-lock is enough for all threads, MPI libraries without full support of threads work, signals and
-failures are seen while waiting, and no thread holds the interpreter.
+No call into MPI blocks: each call starts an operation, and the caller polls until the operation is
+done. So one lock is enough for all threads, also with MPI libraries that do not support threads
+fully. A waiting thread notices signals and failures, and does not hold the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SPIN_SECONDS = 2e-4  # that a wait polls without a pause: small messages arrive sooner
-LONGEST_PAUSE = 1e-3  # seconds between two polls later
+SPIN_SECONDS = 2e-4  # a wait polls this long without a pause: small messages arrive sooner
+LONGEST_PAUSE = 1e-3  # seconds between two later polls
 LARGEST = 1 << 30  # bytes of one message: MPI counts elements in 32 bits
-EXIT_SECONDS = 5.0  # until a process ends itself, if MPI does not end it
+EXIT_SECONDS = 5.0  # after which a process ends itself, if MPI does not
 CONTROL, WATCH = 0, 1  # tags of control and watch messages
 FIRST_DATA_TAG = 16
 
@@ -69,8 +69,8 @@ def join() -> World:
 
 class Mpi:
     """The exchange of values between processes, for World. `gather` and `share` go through the
-    first process. index: of this process. count: of all processes. machines: name of each process's
-    machine."""
+    first process. index: this process's number. count: number of processes. first: True in the
+    first process. machines: name of each process's machine."""
 
     def __init__(self, mpi: Any):
         """mpi: the module mpi4py.MPI, initialized."""
@@ -78,7 +78,7 @@ class Mpi:
         machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
         names = mpi.COMM_WORLD.allgather(machine)
         self.machines = tuple(sorted(names, key=names.index))
-        # Launchers may deal processes to machines in turn; here processes of a machine are
+        # Some launchers deal processes to machines in turn. Renumber: a machine's processes are
         # adjacent.
         world = mpi.COMM_WORLD.Split(0, names.index(machine))
         self._control, self._data = world, world.Dup()
@@ -93,7 +93,7 @@ class Mpi:
 
     def wait(self, done: Callable[[], T | None], check: Callable[[], None]) -> T:
         """Call done() under the lock until it returns something true, and return this. check:
-        called in between; raises if waiting is pointless."""
+        called between polls; raises if waiting is pointless."""
         start, pause = time.perf_counter(), 0.0
         while True:
             with self._lock:
@@ -151,9 +151,10 @@ class Mpi:
         sends: Sequence[tuple[int, int, np.ndarray]] = (),
         receives: Sequence[tuple[int, int, np.ndarray]] = (),
     ) -> list[Any]:
-        """Start to send and receive contiguous arrays; `finish` ends the use of their memory. Each
-        item: the other process, a number for this data, the array. Between two processes, arrays of
-        the same number arrive in the order in which they were sent."""
+        """Start to send and receive contiguous arrays, whose memory is in use until `finish`. Each
+        item of `sends` and `receives`: the other process, a number for this data, the array.
+        Between two processes, arrays of the same number arrive in the order in which they were
+        sent."""
         requests = []
         with self._lock:
             for calls, begin in ((receives, self._data.Irecv), (sends, self._data.Isend)):
@@ -191,8 +192,8 @@ class Mpi:
     # -- watching --------------------------------------------------------------------------------
 
     def start_heartbeat(self, seconds: float) -> None:
-        """Watch from now on that all processes answer and progress. seconds: --watchdog; 0:
-        never."""
+        """Start to watch whether all processes answer and progress. seconds: value of --watchdog;
+        0: do not watch."""
         if seconds > 0:
             self._heartbeat = Heartbeat(self, seconds)
 
@@ -237,8 +238,9 @@ class Mpi:
 
 
 def wait_for_reader(stream: Any, until: float) -> None:
-    """Wait until the other end of a pipe has read all bytes. A launcher drops the unread output of
-    a process that aborts, which may say why."""
+    """Wait until the reader of a pipe has read all bytes, or until the time `until`
+    (time.monotonic). A launcher drops unread output of a process that aborts, and this output may
+    say why."""
     with contextlib.suppress(OSError, ValueError):  # not a pipe, or without a file
         while any(fcntl.ioctl(stream.fileno(), termios.FIONREAD, b"\0\0\0\0")):
             if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""Readings of a GPU by NVML: sensors, reasons of a low clock, errors. Nothing is set.
+"""Readings of a GPU by NVML: sensors, reasons for a low clock, errors. Nothing is set.
 
 NVML is called through ctypes, so that other threads run during a call.
 """
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 UNSUPPORTED = -1
 """A reading that the card does not give."""
 NO_REASON = "not supported"
-_MOST_EVENTS = 32  # events that are read at a time
+_MOST_EVENTS = 32  # number of events that one reading takes
 
-# NVML's call for each reading. PCIe: KB/s over the last 20 ms, for which the call waits.
+# NVML's call for each reading. The PCIe calls take 20 ms, in which NVML measures KB/s.
 _READINGS: dict[str, Callable[[Any, Any], int]] = {
     "clock": lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM),
     "max_clock": lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM),
@@ -32,7 +32,7 @@ _READINGS: dict[str, Callable[[Any, Any], int]] = {
     "pcie_rx": lambda n, h: 1000 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_RX_BYTES),
     "pcie_tx": lambda n, h: 1000 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_TX_BYTES),
 }
-# Counted since the driver was loaded.
+# Numbers of errors since the driver was loaded.
 _ERRORS: dict[str, Callable[[Any, Any], int]] = {
     "ecc_corrected": lambda n, h: n.nvmlDeviceGetTotalEccErrors(
         h, n.NVML_MEMORY_ERROR_TYPE_CORRECTED, n.NVML_VOLATILE_ECC
@@ -44,7 +44,8 @@ _ERRORS: dict[str, Callable[[Any, Any], int]] = {
 
 
 class Reason(NamedTuple):
-    """A reason why the clock is low. bits: of NVML's answer. kind: llm.q's word in logs."""
+    """A reason why the clock is low. bits: the reason's bits in NVML's answer. kind: llm.q's word
+    in logs. text, short: words for the user."""
 
     bits: int
     kind: str
@@ -67,7 +68,7 @@ REASONS = (  # the most informative first
 
 
 def reason(bits: int) -> Reason | None:
-    """Return the most informative of NVML's reasons; None if the clock is not held down."""
+    """Return the most informative reason in NVML's answer; None if the clock is not held down."""
     return next((one for one in REASONS if bits & one.bits), None)
 
 
@@ -132,7 +133,8 @@ def find_nvml() -> Any | None:
 def told(
     nvml: Any, handle: Any, readings: Mapping[str, Callable[[Any, Any], Any]]
 ) -> dict[str, Any]:
-    """Return readings by name, without readings that the card or this release of NVML lacks."""
+    """Return the results of `readings` by name, without those that the card or this release of NVML
+    lacks."""
     values = {}
     for name, get in readings.items():
         with contextlib.suppress(nvml.NVMLError, AttributeError):
@@ -141,20 +143,21 @@ def told(
 
 
 class NvmlGpu:
-    """One GPU, or an instance of a GPU that MIG has divided, which has fewer readings. lost: why
-    the GPU no longer answers; None while it answers."""
+    """One GPU, or an instance of a GPU that MIG has divided, which has fewer readings. lost: the
+    reason why the GPU no longer answers; None while the GPU answers."""
 
     def __init__(self, nvml: Any, handle: Any, instance: Any | None = None):
-        """instance: handle of the MIG instance. handle: of the whole GPU."""
+        """handle: NVML's handle of the whole GPU. instance: NVML's handle of the MIG instance, or
+        None."""
         self._nvml = nvml
         self._handles = [handle] if instance is None else [instance, handle]
         self._events = self._watched_errors(handle)
         self.lost: str | None = None
 
     def read(self) -> dict[str, Any]:
-        """Return the current readings, UNSUPPORTED if the card lacks one. Clocks in MHz, power in
-        mW, temperatures in °C, utilisation and fan in percent, memory in bytes, PCIe in bytes per
-        second. reasons: why the clock is held down, as NVML's bits."""
+        """Return the current readings by name, UNSUPPORTED if the card lacks one. Units: clocks in
+        MHz, power in mW, temperatures in °C, utilisation and fan in percent, memory in bytes, PCIe
+        in bytes per second. reasons: NVML's bits, which say why the clock is held down."""
         readings = {name: self._read(get) for name, get in _READINGS.items()}
         readings["reasons"] = self._read(
             lambda n, h: n.nvmlDeviceGetCurrentClocksThrottleReasons(h)
@@ -162,7 +165,8 @@ class NvmlGpu:
         return readings | self.read_errors()
 
     def read_errors(self) -> dict[str, Any]:
-        """Return memory errors since the driver was loaded; xid: new errors of the driver."""
+        """Return the numbers of memory errors since the driver was loaded, and as `xid` the
+        driver's errors since the last reading."""
         counts = {name: self._read(get) for name, get in _ERRORS.items()}
         return counts | {"xid": list(self._new_errors())}
 
@@ -172,7 +176,8 @@ class NvmlGpu:
         return None if millijoules == UNSUPPORTED else millijoules / 1000
 
     def identity(self) -> dict[str, Any]:
-        """Return driver: release; uuid: hexadecimal; reserved: bytes that the driver keeps."""
+        """Return a dictionary. driver: the driver's release. uuid: hexadecimal. reserved: bytes of
+        GPU memory that the driver keeps."""
         memory = self._read(lambda n, h: n.nvmlDeviceGetMemoryInfo(h, n.nvmlMemory_v2))
         driver = self._read(lambda n, h: n.nvmlSystemGetDriverVersion())
         return {
@@ -239,9 +244,9 @@ def _hexadecimal(uuid: Any) -> str:
 
 
 def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
-    """Return the GPU with this PCI address, whatever CUDA_VISIBLE_DEVICES is. uuid: in hexadecimal
-    and perhaps cut, as CUDA gives it; of an instance if MIG has divided the GPU. nvml.NVMLError if
-    there is no such GPU."""
+    """Return the GPU with this PCI address, whatever CUDA_VISIBLE_DEVICES is. uuid: hexadecimal and
+    perhaps cut, as CUDA gives it; if MIG has divided the GPU, the instance's UUID. nvml.NVMLError
+    if there is no such GPU."""
     handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
     with contextlib.suppress(nvml.NVMLError):  # most cards do not support MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:

@@ -1,4 +1,4 @@
-"""Pinned host memory, which the GPU copies without the host's help."""
+"""Pinned host memory, which a GPU reads and writes without the host's help."""
 
 import ctypes
 import mmap
@@ -15,20 +15,20 @@ PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for ever
 WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU
 PIECE = 256 << 20  # bytes that one thread faults in at a time
 THREADS = 8
-# By address. Registered memory stays mapped even if its owner forgets to free it: the driver would
-# refuse new memory at the same address.
+# Registered memory by address. It stays mapped even if its owner never frees it, because the driver
+# would refuse new memory at the same address.
 _REGISTERED: dict[int, mmap.mmap] = {}
 BOUNCE_BYTES = 4 << 20
 
 
 class PinnedMemory:
-    """One locked range; the host and all GPUs read and write `storage`. cudaHostAlloc faults pages
-    in one by one, in one thread of the whole process. So memory that the CPU caches is mapped here,
-    in large pages and by several threads, and only registered."""
+    """One range of locked memory, `storage`, which the host and all GPUs read and write.
+    cudaHostAlloc faults pages in one by one, in a single thread per process. So memory that the CPU
+    caches is mapped here, in large pages by several threads, and CUDA only registers it."""
 
     def __init__(self, api: Any, nbytes: int, tier: Tier = PINNED):
-        """api: CuPy's CUDA runtime module. tier: of host memory. LlmqError if the memory cannot be
-        locked."""
+        """api: CuPy's CUDA runtime module. tier: a tier of host memory. LlmqError if the memory
+        cannot be locked."""
         self._api = api
         try:
             # At least one byte: empty memory has no address.
@@ -58,8 +58,8 @@ class PinnedMemory:
 def _present(nbytes: int) -> tuple[mmap.mmap, int]:
     """Return zeroed memory, in large pages if the system has them, and its address."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # After a fork, the first process to write to a page gets a copy of it: the GPU must not be left
-    # with the other page.
+    # DONTFORK: after a fork, a write by this process would move the page, and the GPU would keep
+    # the old one.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))

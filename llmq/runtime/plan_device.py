@@ -17,13 +17,14 @@ from llmq.runtime.mesh import Mesh
 class Work(NamedTuple):
     """One launch, copy, fill or collective.
 
-    part: name of the outermost `range` around the work, or "". file, entry: of the kernel; file is
-    "" without a kernel. kind, cost: see runtime.cost. All others are bytes. device_bytes: of the
-    GPU's own memory, read and written. loaded, stored: of host memory, which the GPU reads and
-    writes over its bus. received: from other GPUs. shared: of other ranks' host memory; loaded,
-    too, unless a link beside the bus makes them received. sent: to other ranks; bytes that all
-    ranks want leave once if they are copied to host memory. network: bytes that this GPU's machine
-    receives from other machines meanwhile. read, written: of scratch files; loaded and stored, too.
+    part: name of the outermost `range` around the work, or "". file, entry: the kernel's file and
+    entry point; without a kernel, "" and the name of the work. kind, cost: see runtime.cost. All
+    other fields count bytes. device_bytes: bytes read and written in the GPU's own memory. loaded,
+    stored: bytes of host memory that the GPU reads and writes over its bus. received: bytes from
+    other GPUs. shared: bytes of other ranks' host memory, which this GPU loads, or receives over a
+    link beside the bus. sent: bytes to other ranks; bytes for all ranks count once if they go
+    through host memory. network: bytes that this GPU's machine receives from other machines during
+    the work. read, written: bytes of scratch files, which are also loaded or stored.
     """
 
     stream: str
@@ -44,7 +45,8 @@ class Work(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A stream records an event, or (wait) waits for the event's last record."""
+    """A stream records an event; if `wait` is True, the stream waits for the event's last record
+    instead."""
 
     stream: str
     event: Event
@@ -57,8 +59,8 @@ Trace = list[Work | Mark]
 class PlanDevice(Device):
     """A device that only counts; its memory is unlimited. Results of a run: `sizes()`; the arenas'
     categories; the stack's high-water mark; `launches`, `bytes` (memory traffic) and `flops` by
-    entry point; `sources`, all kernels that the run would compile; graphs: key and trace of every
-    graph that ran, in order."""
+    entry point; `sources`, all kernels that the run would compile; `graphs`, the key and trace of
+    every graph that ran, in order."""
 
     kind = "plan"
 
@@ -73,8 +75,8 @@ class PlanDevice(Device):
         self.graphs: list[tuple[tuple, Trace]] = []
         self._trace: Trace | None = None  # of the graph that runs now
         self._part = ""
-        self._counts = True  # False: launches are not counted, only their memory
-        self._chosen: set[tuple[str, int]] = set()  # work with several ways, stack
+        self._counts = True  # False: memory counts, launches do not
+        self._chosen: set[tuple[str, int]] = set()  # (work, used bytes of the stack) of `choose`
 
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
@@ -121,11 +123,12 @@ class PlanDevice(Device):
         self._move("zero", tensor.nbytes - stored, 0, stored)
 
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
-        """Counts that fn reads or writes each tensor once."""
+        """Count a single read or write of each tensor."""
         self._move("arrays", sum(tensor.nbytes for tensor in tensors), 0, 0)
 
     def collective(self, kind: str, device_bytes: int, **sizes: int) -> None:
-        """Count an exchange with other GPUs. sizes: bytes by their names in `Work`; default 0."""
+        """Count an exchange with other GPUs. kind: its name. sizes: bytes by field of `Work`;
+        default 0."""
         names = ("loaded", "stored", "received", "shared", "sent", "network")
         self._move(kind, device_bytes, *(sizes.get(name, 0) for name in names))
 

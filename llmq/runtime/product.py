@@ -1,4 +1,4 @@
-"""One matrix product for cuBLASLt: its key, tensors, algorithm and cuBLASLt's description."""
+"""One matrix product by cuBLASLt: the product's key, tensors, algorithm, and description."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Product(NamedTuple):
     bias: bool
     accumulate: bool
     workspace: int  # bytes that the library may use
-    fast_accumulation: bool = False  # allowed; only for FP8
-    addend: bool = False  # a matrix other than out is added; not to codes
-    block_scaled: bool = False  # FP8 with scales of blocks that are all one; see below
+    fast_accumulation: bool = False  # True: allowed; only for FP8
+    addend: bool = False  # True: a matrix other than out is added; never to codes
+    block_scaled: bool = False  # FP8 with a scale for each block, all one; see below
     batch: int = 1  # number of such products, whose matrices lie one after another
 
     @property
@@ -73,10 +73,10 @@ class Operands(NamedTuple):
     workspace: Tensor
     scale_a: Tensor | None = None  # of FP8 operands
     scale_b: Tensor | None = None
-    factor: Tensor | None = None  # if results are codes
+    factor: Tensor | None = None  # factor and largest: if results are codes
     largest: Tensor | None = None
     scalars: Tensor | None = None  # alpha and beta of block-scaled products
-    alpha: float = 1.0  # for all other products: factors of the product and of the addend
+    alpha: float = 1.0  # alpha, beta of other products: factors of product and addend
     beta: float = 1.0
 
 
@@ -106,22 +106,23 @@ class Plan:
     def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
         self.product = product
         self.desc = desc
-        self.layouts = layouts  # of b, a, the addend, out
+        self.layouts = layouts  # handles: b, a, the addend, out
         self.choice: Algorithm | None = None
         self.address = np.zeros(1, np.int64)  # buffer for pointer attributes of desc
 
 
 def describe(lt: Any, product: Product) -> Plan:
-    """Return a plan; Unsupported if the library, nvmath.bindings.cublasLt, is too old for it."""
+    """Return a product's plan, without an algorithm. lt: the module nvmath.bindings.cublasLt.
+    Unsupported if the library is too old for the product."""
     attribute = lt.MatmulDescAttribute
     # The first operand of out^T = op(b)^T @ op(a)^T is b.
     values = {attribute.TRANSA: product.trans_b, attribute.TRANSB: product.trans_a}
     if product.bias:
         values[attribute.EPILOGUE] = lt.Epilogue.BIAS
-        # Not a real address: the heuristic reads the bias's future alignment from this value.
+        # Not a real address: the heuristic takes the bias's alignment from this value.
         values[attribute.BIAS_POINTER] = POINTER_ALIGN
     if product.fp8:
-        # Not real addresses. One scale a tensor is the default mode.
+        # Not real addresses. The default mode has one scale per tensor.
         values[attribute.A_SCALE_POINTER] = values[attribute.B_SCALE_POINTER] = POINTER_ALIGN
         if product.bias:
             values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
@@ -171,7 +172,7 @@ def free(lt: Any, plan: Plan) -> None:
 
 
 def set_attribute(lt: Any, kind: str, handle: int, name: int, value: Any) -> None:
-    """Set an attribute. kind: of the handle: "matmul_desc", "matmul_preference",
+    """Set an attribute. kind: the kind of the handle: "matmul_desc", "matmul_preference" or
     "matrix_layout"."""
     buffer = np.array([value], getattr(lt, f"get_{kind}_attribute_dtype")(name))
     getattr(lt, f"{kind}_set_attribute")(handle, name, buffer.ctypes.data, buffer.nbytes)
@@ -180,19 +181,19 @@ def set_attribute(lt: Any, kind: str, handle: int, name: int, value: Any) -> Non
 # -- Block-scaled products (MXFP8) of codes with one scale a tensor: all block scales are one
 # GeForce cards of Blackwell multiply block-scaled codes at twice the speed of other codes. The
 # scale of a block of 32 codes along K is a byte, 2^(byte - 127), and cuBLASLt wants these bytes in
-# tiles of 128 x 4. If all bytes are equal, only their number matters. The scales of the tensors
-# then go into the factor `alpha`, which must be in device memory together with `beta`.
+# tiles of 128 x 4. If all bytes are equal, only their number matters. The scales of the whole
+# tensors then go into the factor `alpha`, which must be in device memory together with `beta`.
 
 ONE = 127  # the byte of the scale 1
 BLOCK = 32  # codes that share a scale
 BETA = 4  # index of beta among the scalars, in F32 numbers: 16 bytes behind alpha
 SCALARS = 8  # F32 numbers of alpha and beta
-M, N, K = 144, 272, 160  # of the test: its blocks of scales do not fill their tiles
+M, N, K = 144, 272, 160  # sizes of the test: its scales do not fill their tiles
 TRIAL_BYTES = 1 << 20
 
 
 def scales_bytes(rows: int, depth: int) -> int:
-    """Return the bytes of the block scales of codes (rows, depth): whole tiles of 128 rows, 4
+    """Return the bytes of the block scales of codes (rows, depth), in whole tiles of 128 rows by 4
     blocks."""
     return 128 * ceil_div(rows, 128) * 4 * ceil_div(depth, 4 * BLOCK)
 
@@ -200,9 +201,9 @@ def scales_bytes(rows: int, depth: int) -> int:
 def computes_right(
     cuda: Any, stream: int, workspace: Tensor, run: Callable[[Product, Operands], None]
 ) -> bool:
-    """True if a block-scaled product of small integers is right to the bit: with beta 0 whatever
-    the result's memory holds, and with beta 1. Waits for the stream. workspace: U8, of a product;
-    the test's data lies at its start. run: enqueues a product."""
+    """True if a block-scaled product of small integers is right to the bit, with beta 0 (over NaN
+    in the result's memory) and with beta 1. Waits for the stream. workspace: U8, the workspace of a
+    product; the test's data lie at its start. run: enqueues a product."""
     if workspace.nbytes < 2 * TRIAL_BYTES:
         return False
     offset = 0

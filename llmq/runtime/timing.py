@@ -1,4 +1,4 @@
-"""Time of work on a device: marks in a stream, and each launch of a function by itself."""
+"""Time of work on a device: between marks in a stream, and of each launch of a function."""
 
 import itertools
 import statistics
@@ -18,8 +18,8 @@ CALIBRATIONS = 33  # empty spans; their median is a span's own cost
 
 
 class Marks:
-    """Points in a device's current stream, and the time between them. Marks are events on a GPU,
-    readings of the clock on the host."""
+    """Points in a device's current stream, and the time between them. A mark is an event on a GPU,
+    and a reading of the clock on the CPU."""
 
     def __init__(self, dev: Device):
         self._dev = dev
@@ -53,7 +53,8 @@ class Marks:
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
     """One launch. traffic: bytes that the launch must move, as its kernel declares. main: True if
-    on the main stream. kind: None if the launch also reads or writes host memory."""
+    the launch is on the main stream. kind: see runtime.cost; None if the launch also reads or
+    writes host memory."""
 
     name: str
     ms: float
@@ -87,10 +88,10 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
 
 def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) -> list[LaunchTime]:
     """Run fn without graphs and time each of its launches, copies and fills; waits for the device.
-    in_turn: True to run all on the main stream, in the order of enqueueing, which satisfies all
-    events. Without in_turn, the time of a launch includes waits for launches on other streams. The
-    time of a pair of marks itself is subtracted. The host must stay ahead of the device, as it does
-    once the device has work for a few milliseconds; otherwise gaps count as time of launches."""
+    in_turn: True to run all work on the main stream in the order of the calls, so that no event
+    waits. Without in_turn, the time of a launch includes waits for launches on other streams. The
+    time that two marks themselves take is subtracted. The host must stay ahead of the device: give
+    the device some milliseconds of work first. Otherwise gaps count as time of launches."""
     marks = Marks(dev)
     spans: list[tuple[Callable[[], tuple], bool, int, int]] = []
 
@@ -99,7 +100,7 @@ def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) 
             main, first = dev.stream_name == "main", marks.mark()
             call(*args, **options)
             second = marks.mark()
-            # Describing a launch takes longer than a small launch: done afterwards.
+            # A description takes longer than a small launch, and so is made afterwards.
             spans.append((partial(describe, *args, **options), main, first, second))
 
         return run

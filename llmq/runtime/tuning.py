@@ -1,9 +1,9 @@
 """Choosing the fastest of several ways to run the same work on a GPU.
 
-All candidates are timed briefly, then the best ones again, in turns and for longer, fewer in each
-round: a card under load runs at a lower clock than an idle card, and the order may change. Long
-work is timed once: fifty algorithms for a product with a large head take seconds a run. Choices are
-kept in a file, which the ranks of a process share.
+All candidates are timed briefly. Then the best are timed again for longer, in turns, fewer in each
+round: a card under load runs at a lower clock than an idle card, and another candidate may be
+fastest. Candidates that take long are timed once: running the fifty algorithms of a large LM head's
+product once takes seconds. A file keeps the choices, and the ranks of a process share it.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from llmq.base.stopwatch import START
 from llmq.base.tensor import Tensor
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
-LOOK = 3  # first runs of a candidate that takes less than LONG_MS
+LOOK = 3  # number of first timed runs of a candidate faster than LONG_MS
 LONG_MS = 1.0
-FINALISTS = (10, 5, 3, 2)  # candidates of each further round: the best so far
-ROUND_MS = 8.0  # of one finalist; 20 rounds of 15 products take 2.4 s of a cold start
-WORTH_MS = 0.05  # faster work is chosen by its first runs: longer tuning would not pay
+FINALISTS = (10, 5, 3, 2)  # number of candidates, the best so far, in each further round
+ROUND_MS = 8.0  # time of one finalist; 20 such runs for each of 15 products take 2.4 s
+WORTH_MS = 0.05  # for faster work the first runs decide: longer tuning would not pay
 MIN_GAIN = 0.99  # a later candidate must take less than this share of the best one's time
 
 Candidate = TypeVar("Candidate")
@@ -46,9 +46,10 @@ def fastest(
     refused: type[Exception],
     kept: Sequence[Tensor] = (),
 ) -> Candidate | None:
-    """Return the candidate that takes the least time, the first of equals; None if all are refused.
-    cuda: CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`. kept:
-    tensors that a run adds to, restored afterwards. Waits for the stream."""
+    """Return the candidate that takes the least time, the first if several are equal; None if all
+    are refused. cuda: CuPy's runtime module. run: enqueues one run of a candidate on the stream, or
+    raises `refused`. kept: tensors that a run adds to; their content is restored afterwards. Waits
+    for the stream."""
     saved = [np.empty(tensor.nbytes, np.uint8) for tensor in kept]
     for copy, tensor in zip(saved, kept, strict=True):
         cuda.memcpyAsync(copy.ctypes.data, tensor.ptr, tensor.nbytes, DEVICE_TO_HOST, stream)
@@ -95,22 +96,22 @@ Ways = dict[str, Callable[[], None]]
 
 
 class Choices:
-    """The choices of one rank, for the rank's thread with its GPU current. Like tuned products,
-    choices are kept in a file, and the first choice that a rank publishes holds for all ranks: two
-    runs use the same kernels, and so do all GPUs of a run. chosen: the way taken for each piece of
-    work so far."""
+    """The choices of one rank, for the rank's thread with its GPU current. A file keeps the
+    choices, as it keeps algorithms of products. The first choice that a rank publishes holds for
+    all ranks, so that all GPUs of a run, and later runs, use the same kernels. chosen: name of the
+    way taken for each piece of work so far."""
 
     def __init__(self, machine: str, *, cuda: Any, cache_path: Path | None):
-        """machine: the GPU and the releases for which a choice holds. cuda: CuPy's CUDA runtime.
-        cache_path: see CublasLt."""
+        """machine: name of the GPU and the releases of libraries for which a choice holds. cuda:
+        CuPy's CUDA runtime. cache_path: see CublasLt."""
         self._machine = machine
         self._cuda = cuda
         self._file = algorithm_file(cache_path)
         self.chosen: dict[str, str] = {}
 
     def run(self, stream: int, work: str, ways: Ways, kept: tuple[Tensor, ...]) -> None:
-        """Enqueue the work once. The first time, every way is timed on the stream, which
-        synchronizes. Arguments: see Device.choose. RuntimeError inside a graph capture if the work
+        """Enqueue the work once. The first call times every way on the stream, and waits for the
+        stream. work, ways, kept: see Device.choose. RuntimeError inside a graph capture if the work
         is not timed yet."""
         name = self.chosen.get(work)
         if name is None:
@@ -130,7 +131,7 @@ class Choices:
                 "it once outside of the graph, or switch tuning off"
             )
         best = fastest(self._cuda, stream, list(ways), lambda name: ways[name](), Unsupported, kept)
-        best = best or next(iter(ways))  # running the first way raises its reason
+        best = best or next(iter(ways))  # all were refused: running the first way raises the reason
         return names.get(self._file.publish(key, best.encode(), instead_of=remembered), best)
 
 
@@ -142,9 +143,10 @@ CHECK_BYTES = 4  # CRC of an entry in the file
 
 class AlgorithmFile:
     """Results of tuning, shared by the ranks of a process and, on disk, by processes. All ranks
-    must run the same algorithm, and every run of a command the same as the last run: the first
-    result published for a key stays. path: None: in memory only. An unreadable file counts as
-    empty. A file of another user (`read_own`) or one that cannot be written causes a warning."""
+    must run the same algorithm, and so must every later run of a command: so the first result
+    published for a key stays. path: the file; None: results stay in memory. An unreadable file
+    counts as empty. A file of another user (`read_own`) or one that cannot be written causes a
+    warning."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -152,13 +154,14 @@ class AlgorithmFile:
         self._known = self._read()
 
     def get(self, key: str) -> bytes | None:
-        """Return the algorithm of the key; None if there is none."""
+        """Return the algorithm published for the key; None without one."""
         with self._lock:
             return self._known.get(key)
 
     def publish(self, key: str, algorithm: bytes, instead_of: bytes | None) -> bytes:
-        """Offer an algorithm; return the one to use, which is another rank's if published earlier.
-        instead_of: the result of `get`, which is replaced unless it has changed since."""
+        """Offer an algorithm; return the algorithm to use, which is another rank's if that rank was
+        earlier. instead_of: the caller's result of `get`; the offer replaces it, unless another
+        rank has done so."""
         with self._lock:
             if self._known.get(key) != instead_of:
                 return self._known[key]
@@ -174,7 +177,7 @@ class AlgorithmFile:
                 on_disk = self._read()
                 if on_disk.get(key, instead_of) != instead_of:
                     self._known[key] = on_disk[key]
-                # An algorithm in use here stays; so do replacements by other processes on disk.
+                # Keep algorithms in use here, and on disk also replacements by other processes.
                 self._write(self._known | on_disk | {key: self._known[key]})
                 self._known = on_disk | self._known
         except OSError as error:
@@ -206,13 +209,15 @@ class AlgorithmFile:
 
 
 def _entry(key: str, algorithm: bytes) -> bytes:
-    """Return the file's entry of a key, with a CRC: damaged bytes could be another algorithm."""
+    """Return the file's entry of a key, with a CRC, because damaged bytes might be a valid
+    algorithm."""
     return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(CHECK_BYTES, "little")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing such files in the folder. Raises OSError."""
+    """Keep other processes from writing algorithm files in the folder within the block. OSError if
+    the folder cannot be made or opened."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""One thread per rank for the life of a run; the first exception stops them all."""
+"""One thread per rank for the life of a run; the first exception stops all ranks."""
 
 import atexit
 import contextlib
@@ -19,7 +19,7 @@ from llmq.runtime.world import World
 
 POLL = 0.1  # seconds between a waiting caller's checks for signals
 PATIENCE = 4.0  # seconds
-QUEUE = 8  # commands that a rank may be behind the caller
+QUEUE = 8  # most commands that may wait for a rank
 PACKAGE = str(Path(__file__).parents[1])
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Stopped(Exception):
 
 
 class Workers:
-    """State shared by the ranks of a run: a stop flag and a barrier. Every wait of a rank for
+    """State shared by the ranks of a process: a stop flag and a barrier. Every wait of a rank for
     another rank must end when `stopped` is set."""
 
     def __init__(self, world_size: int):
@@ -57,8 +57,8 @@ class Workers:
 
 
 class Command(Generic[T]):
-    """A function that some ranks run, each on its own argument. results: of finished ranks, by
-    rank. waiting: all other ranks."""
+    """A function that some ranks run, each on its own argument. given: arguments by rank. results:
+    results of the ranks that have finished, by rank. waiting: the ranks that have not finished."""
 
     def __init__(self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any]):
         self.name, self.fn, self.given = name, fn, given
@@ -75,10 +75,10 @@ class RankPool:
 
     The first exception of a command stops all ranks, and every further call raises it. Its message
     (LlmqError) or a note names the rank. An exception that a signal handler raises while the caller
-    waits does the same. Commands that have not begun are dropped. Commands that do not end in time
-    are left alone, and do not keep the process from ending.
+    waits also stops all ranks. Commands that have not begun are dropped. Commands that do not end
+    within `patience` keep running, but do not keep the process from ending.
 
-    workers: stop flag and barrier of the ranks.
+    workers: the stop flag and barrier of the ranks.
     """
 
     def __init__(
@@ -91,9 +91,10 @@ class RankPool:
         patience: float = PATIENCE,
     ):
         """watchdog: seconds without `beat` or the end of a command after which running commands
-        count as hanging; 0: never, or another watchdog looks. describe: returns more about what a
-        rank is doing. world: place of these ranks among other processes' ranks. patience: seconds
-        that ranks have to end their commands when they are stopped."""
+        count as hanging; 0: no watchdog here. describe: returns further words about a rank's
+        activity. world: the place of these ranks among the ranks of all processes; None: all ranks
+        are in this process. patience: seconds that ranks have to end their commands when they are
+        stopped."""
         self.world_size = world_size
         self.world = world or World.of(world_size)
         self._alone = self.world.size == 1
@@ -124,15 +125,17 @@ class RankPool:
     def run(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> list[T]:
-        """Run fn(given[rank]) on the ranks in `given`; return the results by rank. name: for
-        diagnosis. given: None gives each rank its number."""
+        """Run fn(given[rank]) on the ranks in `given`; return the results by rank. name: the
+        command's name, for diagnosis. given: arguments by rank; None: all ranks, each with its
+        number."""
         with START.part(name):
             return self.wait(self.post(name, fn, given))
 
     def post(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> Command[T]:
-        """Start like `run`, without waiting, unless a rank is QUEUE commands behind."""
+        """Start a command like `run`, but do not wait for it. Waits only while a rank is QUEUE
+        commands behind."""
         self.check_open(name)
         command = Command(name, fn, given or {rank: rank for rank in range(self.world_size)})
         if self._alone:
@@ -258,7 +261,8 @@ class RankPool:
             )
 
     def doing(self, rank: int) -> str:
-        """Return what a rank does, for how long, and in which line."""
+        """Return a rank's activity in words: the command, for how long it has run, and the line of
+        code."""
         running = self._running[rank]
         parts = ["idle"]
         if running is not None:
@@ -277,15 +281,15 @@ class RankPool:
         return self._closed.is_set()
 
     def check_open(self, name: str) -> None:
-        """Raise RuntimeError after `close`. name: of the call, for the message."""
+        """Raise RuntimeError after `close`. name: name of the call, for the message."""
         if self.closed:
             raise RuntimeError(f"{name}: the ranks are closed: make a new Trainer")
 
     def close(self, cleanup: Callable[[int], None] | None = None) -> None:
-        """End the threads, after cleanup(rank) in each of them. If ranks were stopped, cleanup is
-        tried unless a rank hangs. After a failure, errors of cleanup are swallowed: a GPU repeats
-        its failure at every call, and the first error is the one to see. Repeated calls change
-        nothing."""
+        """Run cleanup(rank) in each rank's thread, then end the threads. If ranks were stopped,
+        cleanup still runs, in new threads, unless a rank hangs. After a failure, errors of cleanup
+        are swallowed: a GPU repeats its failure at every call, and the first error is the one to
+        see. Repeated calls change nothing."""
         if self.closed:
             return
         if self._alone:
@@ -324,7 +328,7 @@ class RankPool:
 
 
 def _place(thread: threading.Thread) -> str:
-    """Return the innermost line of this package in which a thread is."""
+    """Return the innermost line of this package that a thread is executing, as text."""
     frame = sys._current_frames().get(thread.ident)
     stack = [] if frame is None else traceback.extract_stack(frame)
     ours = [entry for entry in stack if entry.filename.startswith(PACKAGE)] or stack
@@ -334,7 +338,7 @@ def _place(thread: threading.Thread) -> str:
 
 
 def _end_process(threads: list[threading.Thread]) -> None:
-    """Exit at once: libraries' own clean-up would wait forever for these threads' work."""
+    """Exit at once if a thread still runs: libraries' clean-up would wait forever for its work."""
     if any(thread.is_alive() for thread in threads):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -31,7 +31,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def refuse_several(what: str, instead: str = "start it without mpirun or srun") -> None:
-    """Raise LlmqError if a launcher has started several processes for single-process work."""
+    """Raise LlmqError if a launcher has started several processes for work that needs one. what:
+    the work, instead: the advice, both for the message."""
     count = launched()
     if count > 1:
         raise LlmqError(f"{what} works in one process, and {count} were started: {instead}")
@@ -48,13 +49,13 @@ class Outcome(NamedTuple):
 class World:
     """This process and its ranks among all processes and ranks of a run.
 
-    Ranks are numbered machine by machine, on each machine process by process. All processes make
-    the same calls of the methods from `gather` to `gather_arrays`, in the same order.
+    Ranks are numbered machine by machine, on each machine process by process. All processes call
+    the methods from `gather` to `gather_arrays` alike, in the same order.
 
-    counts: ranks of each process; one each until `choose_machine` divides the devices. machines:
-    name of each process's machine; processes of a machine are adjacent. index: of this process.
-    mpi: the `llmq.runtime.mpi.Mpi` through which processes exchange values; None with one process,
-    or in a plan. World() is one process with one rank.
+    counts: number of ranks of each process; 1 until `choose_machine` divides the devices. machines:
+    name of each process's machine; processes of a machine are adjacent. index: this process's
+    number. mpi: the `llmq.runtime.mpi.Mpi` through which processes exchange values; None with one
+    process, or in a plan. World() is one process with one rank.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -121,8 +122,8 @@ class World:
         return results[0]
 
     def on_first(self, fn: Callable[[], T]) -> T:
-        """Call fn in the first process only; every process returns its result or raises its
-        LlmqError."""
+        """Call fn in the first process only; every process returns the result of fn, or raises the
+        LlmqError of fn."""
         if self.mpi is None:
             return fn()
         outcome = self.share(_outcome(fn) if self.first else None)
@@ -133,13 +134,13 @@ class World:
     def gather_arrays(
         self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
     ) -> list[tuple[int, np.ndarray]]:
-        """Return the numbered arrays of all processes, in the processes' order. to_all: False: only
-        the first process gets all arrays."""
+        """Return the numbered arrays of all processes, in the processes' order. to_all: True: every
+        process gets all arrays; False: only the first process does."""
         return parts if self.mpi is None else self.mpi.gather_arrays(parts, to_all=to_all)
 
     def _agreed(self, error: BaseException, index: int | None) -> BaseException:
-        """Return the error, which all processes raise. index: of the only process that raised
-        it."""
+        """Return the error that all processes raise. index: the only process that raised it; None:
+        all."""
         if index is not None and isinstance(error, LlmqError):
             error = type(error)(f"{self.process_name(index)}: {error.headline}", error.details)
         error.agreed = True
@@ -174,7 +175,7 @@ class World:
 
     @cached_property
     def ranks_here(self) -> int:
-        """Number of ranks on this machine, of all its processes."""
+        """Number of ranks of all processes on this machine."""
         return self.ranks_of_machines[self.machine]
 
     @cached_property
@@ -190,7 +191,8 @@ class World:
         return len(self.ranks_of_machines)
 
     def name(self, rank: int) -> str:
-        """The name of a rank for messages; with its machine if there are several processes."""
+        """The name of a rank, for messages. With several processes the name includes the
+        machine."""
         if not self.several:
             return f"rank {rank}"
         return f"rank {rank} on machine '{self.machines[self.processes[rank]]}'"
