@@ -1,15 +1,15 @@
 """Collectives between ranks, which the training step calls on the groups of `dev.mesh`.
 
 The ranks along "shard" hold one replica of the state together, each rank its shard. The ranks along
-"replica" hold the same shard of different replicas. The ranks along "context", a part of those
-along "shard", exchange parts of sequences. Along several axes, ranks only gather.
+"replica" hold the same shard of different replicas. The ranks along "context", a subset of the
+ranks along "shard", exchange parts of sequences. Along several axes together, ranks only gather.
 
 Every call is enqueued on the current stream and returns at once. When the stream has executed the
-call, its targets are complete and its sources may be overwritten. The calls of one rank must be
-ordered among themselves (one stream, or events between streams); only gathers from pinned memory
-may run beside exchanges (`exchange_stream`). All ranks make the same calls in the same order. All
-ranks also allocate the same tensors in the same order, so that a peer's tensor lies at the same
-offset of the peer's memory.
+call, its targets are complete and its sources may be overwritten. The calls of one rank must run
+one after another (on one stream, or with events between streams); only gathers from pinned memory
+may run beside exchanges (`exchange_stream`). W is the number of ranks in a group. All ranks make
+the same calls in the same order. All ranks also allocate the same tensors in the same order, so
+that a peer's tensor lies at the same offset of the peer's memory.
 """
 
 from abc import ABC, abstractmethod
@@ -35,10 +35,10 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 class Comm(ABC):
-    """One rank's end of the collectives of a group. ranks: the group's `size` ranks, in order.
-    rank: this rank's place among them. waits_for: ranks for which this rank's thread waits now, for
-    diagnosis; None: it does not wait. exchange_stream: stream on which gradients are reduced:
-    "comm", like gathers, or "exchange"."""
+    """One rank's end of the collectives of a group. ranks: the numbers of the group's `size` ranks,
+    in order. rank: this rank's place in `ranks`. waits_for: name of the ranks for which this rank's
+    thread waits now, for diagnosis; None: the thread does not wait. exchange_stream: the stream on
+    which gradients are reduced: "comm", as gathers are, or "exchange"."""
 
     exchange_stream = "comm"
     waits_for: str | None = None
@@ -50,9 +50,9 @@ class Comm(ABC):
         self.rank, self.size = dev.mesh.index(*axes), len(self.ranks)
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
-        """Write rank p's src to part p of dst. dst (W*n,), src (n,) of the same dtype; src may be
-        dst's own part (in place), pinned or in files. mirror: a pinned copy of src for peers that
-        direct copies cannot reach; given by all ranks or by none."""
+        """Write rank p's src to part p of dst. dst: (W*n,). src: (n,) of the same dtype; dst's own
+        part (in place), or another tensor, which may be pinned or in files. mirror: a pinned copy
+        of src for peers that direct copies cannot reach; all ranks give one, or none does."""
         if dst.dtype != src.dtype:
             raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
         if dst.size != self.size * src.size:
@@ -60,7 +60,7 @@ class Comm(ABC):
                 f"all_gather: dst must have {self.size} x {src.size} elements, got {dst!r}"
             )
         self._begin(f"all_gather {dst.name}")
-        if not src.direct:  # no peer reaches it
+        if not src.direct:  # no peer reaches src
             own = part(dst, self.rank, self.size)
             self._dev.copy(own, src)
             src = own
@@ -69,7 +69,7 @@ class Comm(ABC):
 
     def reduce_scatter(self, buffer: Tensor) -> None:
         """Write the sum over ranks to this rank's part of buffer; the other parts become undefined.
-        buffer (W*n,), F32 or BF16; part p is elements [p*n, (p+1)*n)."""
+        buffer: (W*n,), F32 or BF16; rank p's part is elements [p*n, (p+1)*n)."""
         if buffer.dtype not in (F32, BF16):
             raise TypeError(f"reduce_scatter: buffer must be F32 or BF16, got {buffer!r}")
         self._check_parts("reduce_scatter", buffer)
@@ -91,10 +91,10 @@ class Comm(ABC):
         """Exchange parts; return W tensors (n,), all ranks' parts for this rank, by source rank.
         buffer: (W*n,), with part p for rank p. spare: (n,) of the same dtype; None with one rank.
         The results lie inside buffer or spare; other parts of buffer are destroyed. In round k rank
-        r sends to rank r + k and receives from rank r - k: in the first round into spare, later
-        into the part sent in the round before. written: event after which nothing else changes
-        buffer. Data that pass through host memory are sent after this event, even if the current
-        stream is still busy with an earlier exchange."""
+        r sends to rank r + k and receives from rank r - k. The first round receives into spare,
+        each later round into the part that the round before has sent. written: event after which
+        nothing else changes buffer. Data that pass through host memory are sent after this event,
+        even if the current stream is still busy with an earlier exchange."""
         self._check_parts("all_to_all", buffer)
         if self.size > 1:
             if spare is None or spare.dtype != buffer.dtype:
@@ -151,13 +151,13 @@ class Comm(ABC):
     def _all_to_all(
         self, buffer: Tensor, targets: list[Tensor], written: Event | None, out: Tensor | None
     ) -> None:
-        """targets[k]: where round k writes the part from rank r - k. targets[0]: own part. out: the
-        tensor whose parts, by source rank, are the targets; None: targets are as `all_to_all`
-        says."""
+        """Exchange parts. targets[k]: tensor to which round k writes the part from rank r - k.
+        targets[0]: this rank's own part. out: the tensor whose parts, by source rank, are the
+        targets; None: the targets lie as `all_to_all` says."""
 
 
 def part(buffer: Tensor, index: int, count: int) -> Tensor:
-    """Return part `index` modulo W of a buffer (W*n,). count: W."""
+    """Return part `index` (modulo count) of a buffer (count * n,)."""
     n = buffer.size // count
     first = index % count * n
     return buffer.rows(first, first + n)
@@ -173,7 +173,8 @@ class SilentComm(Comm):
 
 
 class SingleComm(SilentComm):
-    """The collectives of one rank: only copies the source of an all_gather that is not in place."""
+    """The collectives of a single rank: they move nothing, except that an all_gather copies its
+    source if that is not in place."""
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         if not same_memory(dst, src):
@@ -181,8 +182,8 @@ class SingleComm(SilentComm):
 
 
 class AxesComm(SilentComm):
-    """The ranks along several axes: the result of gathering along an inner axis is gathered along
-    the next outer axis."""
+    """Gathers along several axes: first along the innermost axis, then the result along the next
+    outer axis, and so on."""
 
     def __init__(self, dev: Device, axes: Sequence[str], ends: Sequence[Comm]):
         """ends: this rank's end along each axis, outermost first."""
@@ -199,8 +200,8 @@ class AxesComm(SilentComm):
 
 
 def join(dev: Device, make: Callable[[str], Comm]) -> None:
-    """Give a device's mesh its ends of all groups. make: returns the end along an axis that has
-    more than one rank."""
+    """Set the groups of a device's mesh. make: returns this rank's end of the collectives along an
+    axis with more than one rank."""
     mesh = dev.mesh
     whole = dict.fromkeys("shard" if axis in SHARD else axis for axis in mesh.axes)
     ends = {a: make(a) if mesh.size(a) > 1 else SingleComm(dev, a) for a in whole}

@@ -1,6 +1,6 @@
 """Choose the collectives of a run's ranks by their devices and options.
 
-A plan's collectives are also here: they move nothing, and count bytes.
+The collectives of plans are here, too. They move nothing, and count bytes.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
 
 
 class PlanComm(Comm):
-    """Plan-only collectives: count bytes. Received bytes are written, and as many are read."""
+    """Collectives of a plan along shards: they count bytes. For each byte received, the device
+    writes one byte and reads one."""
 
     _dev: PlanDevice
 
@@ -57,8 +58,8 @@ class PlanComm(Comm):
         self._dev.collective("all_gather", 2 * (received + copied) - loaded, **sizes)
 
     def _ring(self, received: int) -> int:
-        """Return the bytes that each machine in a ring of all GPUs passes on: as many as one GPU
-        receives."""
+        """Return the bytes that each machine receives from the machine before, in a ring of all
+        GPUs: as many as one GPU receives. 0 with one machine."""
         return received if self._machines > 1 else 0
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
@@ -82,7 +83,7 @@ class PlanComm(Comm):
 
 
 class CrossPlanComm(Comm):
-    """Plan-only collectives across machines: count network bytes, of all ranks of a machine
+    """Collectives of a plan across machines: they count network bytes, of all ranks of a machine
     together."""
 
     _dev: PlanDevice
@@ -117,12 +118,12 @@ def connect(
     Call this once, in one thread, with the devices of all ranks of the process, directly after
     their construction: it allocates. The ranks' threads meet at a barrier before and after.
 
-    workers: of the ranks' threads; needed for more than one rank, except on the plan device. When
-    workers are stopped, every wait for a peer ends, on the host and on GPUs. Close the devices when
-    all ranks' threads have ended, or after `dev.synchronize()` and a barrier: until then peers may
-    use their flags and staging buffers. A plan needs one device, of any rank. world: the ranks'
-    places in several processes, which all call this. LlmqError if GPUs cannot communicate as the
-    options demand.
+    workers: the state that the ranks' threads share; needed for more than one rank, except in a
+    plan. When workers are stopped, every wait for a peer ends, on the host and on GPUs. Close the
+    devices when all ranks' threads have ended, or after `dev.synchronize()` and a barrier: until
+    then peers may use the devices' flags and staging buffers. A plan needs one device, of any rank.
+    world: the processes of the run, which all call this function; None: one process. LlmqError if
+    GPUs cannot communicate as the options demand.
     """
     if devices[0].mesh.size() == 1:
         join(devices[0], partial(SingleComm, devices[0]))

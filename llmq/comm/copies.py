@@ -1,15 +1,15 @@
 """Collectives by the copy engines: ranks push to their peers, without kernels or the host.
 
-Push, not pull: the driver lets the source's GPU execute a copy, whichever stream requests it, in
-the order of the requests. Copies that several readers request from one GPU would wait for each
-other's flags in any order, so that three GPUs could wait in a circle.
+Why ranks push and do not pull: the source's GPU executes a copy, whichever stream requests the
+copy, in the order of the requests. If several readers pulled from one GPU, their copies would wait
+for each other's flags in any order, and three GPUs could wait in a circle.
 
 A reader grants a target; the source writes there and sets a flag. A rank visits its peers in
 rotated order, starting with a neighbour, so that not all ranks write to one rank at once. A peer
-that cannot be reached directly reads from the source's staging ring. A source in pinned memory is
-read there by all peers, unless its rank reaches them beside the bus: then it is loaded once, and
-pushed. Peers that cannot be reached directly read a source's mirror in pinned memory, if there is
-one.
+that cannot be reached directly reads from the source's staging ring. If a source is in pinned
+memory, all peers read it there, except peers that the source's rank reaches beside the bus: for
+these the rank loads the source once and pushes it. If a source has a mirror in pinned memory, peers
+without a direct connection read the mirror.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ from llmq.runtime.device import Device, Event
 # Each rank has one ring. The rank copies a chunk into the next buffer and marks the buffer full for
 # its readers. Each reader copies the chunk to its GPU and marks the buffer empty. Sending runs on
 # the stage stream, so that both directions of the bus are busy, and chunks of all sources are
-# received in turn. A chunk's position within one collective determines its buffer, so that sender
-# and reader agree without talking and a graph may be replayed.
+# received in turn. A chunk's position within one collective determines its buffer. So sender and
+# reader agree without messages, and a graph may be replayed.
 
 
 class Queue(Protocol):
@@ -38,7 +38,7 @@ class Queue(Protocol):
         GPU."""
 
     def wait(self, address: int, value: int) -> None:
-        """Wait until the 32-bit word at the address has a bit in common with value."""
+        """Wait until the 32-bit word at the address and value have a bit in common."""
 
     def write(self, address: int, value: int) -> None:
         """Write the word; a reader of it also sees all earlier writes."""
@@ -49,7 +49,8 @@ class Queue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """All ranks' rings: the address of each, with `count` buffers of `chunk` bytes."""
+    """The rings of all ranks. addresses: each ring's address, by rank. A ring has `count` buffers
+    of `chunk` bytes."""
 
     addresses: Sequence[int]
     chunk: int
@@ -57,7 +58,8 @@ class Rings:
 
 
 class Incoming(NamedTuple):
-    """Data to receive from one source. target: address. position: first position in its ring."""
+    """Data to receive from one source. target: address to write to. position: the first chunk's
+    position in the source's ring."""
 
     source: int
     target: int
@@ -82,15 +84,16 @@ class Staging:
         return -(-nbytes // self.chunk)
 
     def begin(self, nbytes: int) -> None:
-        """Start a new collective, at position 0. nbytes: bytes from one source to one reader, sent
-        in 8 chunks. With fewer, the first and last chunk, which nothing overlaps, would be a larger
-        share; more chunks would cost more waits."""
+        """Start a new collective, at position 0. nbytes: bytes from one source to one reader, in 8
+        chunks if the buffers' size allows. Nothing overlaps the first and the last chunk, so fewer
+        chunks would cost more time; more chunks would cost more waits."""
         self._last.clear()
         eighth = -(-nbytes // (8 * 256)) * 256
         self.chunk = min(self._rings.chunk, max(self._rings.chunk // 16, eighth))
 
     def send(self, src: int, nbytes: int, readers: list[int], position: int) -> None:
-        """Copy to the ring, from `position` on; positions only grow within one collective."""
+        """Copy nbytes from the address `src` to this rank's ring, for these readers, from
+        `position` on. Positions only grow within one collective."""
         queue, chunk = self._queue, self.chunk
         for i in range(self.chunks(nbytes)):
             index, buffer = self._buffer(self._rank, position + i)
@@ -126,9 +129,10 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Memories:
-    """Buffers and flags that ranks share. storages: by rank and place. direct[reader][source]: True
-    if source can write to reader's GPU. beside_bus[reader][source]: True if these writes also leave
-    the bus free for the host. rings: None if every pair is direct."""
+    """Buffers and flags that ranks share. storages: memories by rank and place.
+    direct[reader][source]: True if source can write to reader's GPU. beside_bus[reader][source]:
+    True if these writes also leave the bus free for the host. rings: staging rings; None if every
+    pair is direct."""
 
     storages: Sequence[dict[str, Storage]]
     flags: Flags
@@ -145,8 +149,9 @@ class Pairs(NamedTuple):
 
 
 class Copies:
-    """One rank's end of the ranks along "shard", all in one process, or of those along "context",
-    which only exchange; for the calls see Comm. Flags and rings are of all ranks along "shard"."""
+    """One rank's end of the collectives along "shard", whose ranks are all in one process, or along
+    "context", whose ranks only exchange. For the calls see Comm. Flags and rings are numbered by
+    places along "shard"."""
 
     def __init__(
         self,
@@ -158,9 +163,9 @@ class Copies:
         piece: int = 32 << 20,
         span_chunks: int = 32,
     ):
-        """piece: bytes of a pinned source that are pushed while the next bytes are loaded.
-        span_chunks: number of transfers enqueued for sending before receiving starts. A queue of
-        1024 operations holds 32 transfers of three operations for each of 8 ranks."""
+        """piece: bytes of a pinned source that are pushed while the next piece is loaded.
+        span_chunks: number of chunks enqueued for sending before receiving starts. A stream's queue
+        of 1024 operations holds 32 chunks, with three operations for each of 8 ranks."""
         self._piece, self._span_chunks = piece, span_chunks
         self._dev = dev
         self._queue = queue
@@ -242,7 +247,7 @@ class Copies:
         self._queue.pace()
 
     def _offer(self, pushed_readers: Sequence[int]) -> None:
-        """Let all other peers read this rank's pinned memory."""
+        """Let all peers that get no pushes read this rank's pinned memory."""
         for reader in self._others:
             if reader not in pushed_readers:
                 self._queue.write(self._flags.address(PINNED, self._rank, reader), FULL)
@@ -262,7 +267,8 @@ class Copies:
                 self._queue.wait(self._flags.address(PINNED, self._rank, reader), EMPTY)
 
     def _load_and_push(self, own: Tensor, src: Tensor, readers: Sequence[int]) -> None:
-        """Load the own part from host memory; push each loaded piece to the peers at once."""
+        """Load this rank's part from host memory; push each piece to the readers as soon as it is
+        loaded."""
         flags = [self._flags.address(TARGET, self._rank, reader) for reader in readers]
         with self._staging_stream():
             for flag in flags:
@@ -287,8 +293,8 @@ class Copies:
         written: Event | None,
         out: Tensor | None = None,
     ) -> None:
-        """Exchange parts. targets[k]: where round k writes the part from rank r - k, k from 1 on;
-        parts of out, or as Comm.all_to_all says."""
+        """Exchange parts. targets[k], for k >= 1: tensor to which round k writes the part from rank
+        r - k; a part of out, or, without out, as Comm.all_to_all says."""
         if self._staged_readers or self._staged_sources:
             self._start_staging(targets[0].nbytes, written)
         for k in range(1, self._world_size):
@@ -321,7 +327,8 @@ class Copies:
 
     @contextmanager
     def _staging_stream(self, after: Event | None = None) -> Iterator[None]:
-        """Switch to the staging stream, after this event; None: after the current stream's work."""
+        """Switch to the staging stream within the block. after: event before the block's work;
+        None: the current stream's work so far."""
         if after is None:
             after = self._fork
             self._dev.record(after)
@@ -330,7 +337,7 @@ class Copies:
             yield
 
     def _gather_staged(self, dst: Tensor, src: Tensor) -> None:
-        """Gather through rings; the own source is staged once for all its readers."""
+        """Gather through rings; this rank's source is staged once for all readers."""
         span = self._span_chunks * self._staging.chunk
         for start in range(0, src.nbytes, span):
             position = self._staging.chunks(start)
@@ -353,6 +360,7 @@ class Copies:
             self._dev.record(self._sent[k])
 
     def _wait_sent(self, k: int) -> None:
-        """Wait until data sent in round k may be overwritten; this stream orders pushes anyway."""
+        """Wait until data that round k has sent through the ring may be overwritten. Pushes need no
+        wait: they are on this stream."""
         if k > 0 and self._peer(k) in self._staged_readers:
             self._dev.wait(self._sent[k])

@@ -19,9 +19,9 @@ from llmq.runtime.device import Event
 from llmq.runtime.workers import Workers
 from llmq.runtime.world import World
 
-LOOK_SECONDS = 0.2  # between the watch thread's looks for the end of the run
-RELEASE_SECONDS = 0.001  # between releases after a failure: streams still change the flags
-OF_PARTS = CommOptions(all_to_all_reduce=True, memcpy_send_recv=True)  # if there are copies
+LOOK_SECONDS = 0.2  # between two looks of the watch thread for the run's end
+RELEASE_SECONDS = 0.001  # between releases after a failure, as streams still change flags
+OF_PARTS = CommOptions(all_to_all_reduce=True, memcpy_send_recv=True)  # for "context"
 WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND: until (word & value) != 0
 
 
@@ -47,8 +47,8 @@ def connect_cuda(
     devices: Sequence[CudaDevice], options: CommOptions, workers: Workers, world: World
 ) -> LinkTable | None:
     """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
-    Copies cannot reach memory of other processes, so that NCCL serves these. world: all its
-    processes call this."""
+    NCCL connects ranks of different processes, whose memory copies cannot reach. world: the
+    processes of the run, which all call this function. Returns the links; None with one GPU."""
     mesh, api = devices[0].mesh, devices[0].api
     shards, replicas, context = (mesh.size(axis) for axis in ("shard", "replica", "context"))
     gpus = [dev.index for dev in devices]
@@ -56,7 +56,7 @@ def connect_cuda(
     current = api.getDevice()
     inner: list[Any] = []  # communicators within groups of shards; cross: across the groups
     cross: list[Any] = []
-    divided: list[Any] = []  # of ranks that divide sequences
+    divided: list[Any] = []  # communicators of ranks that divide sequences
     library = None
     try:
         links = probe(api, gpus, options.p2p)
@@ -124,8 +124,8 @@ class CudaComm(Comm):
         options: CommOptions | None = None,
         copies: Copies | None = None,
     ):
-        """options, copies: for shards and parts of sequences, which may do without NCCL; replicas
-        are on other machines."""
+        """options, copies: given for the axes "shard" and "context", which may do without NCCL. The
+        axis "replica" has neither, because replicas are on other machines."""
         super().__init__(dev, axis)
         options = options or CommOptions()
         self.exchange_stream = options.exchange_stream
@@ -172,7 +172,7 @@ class Watch:
     def __init__(
         self, workers: Workers, ranks: list[int], flags: list[Flags], communicators: list[Any]
     ):
-        """ranks: of this process, as places along "shard"."""
+        """ranks: places along "shard" of this process's ranks. flags: each axis's flags."""
         self.workers = workers
         self._flags = flags
         self._communicators = communicators
@@ -185,7 +185,8 @@ class Watch:
             if not self._open:
                 return
         for communicator in self._communicators:
-            # Its kernels end at once; abort returns only when its graphs are destroyed.
+            # The communicator's kernels end at once, but `abort` returns only when its graphs are
+            # destroyed.
             threading.Thread(target=communicator.abort, daemon=True).start()
         while self._flags:
             with self._lock:

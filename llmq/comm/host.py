@@ -2,9 +2,9 @@
 
 The calling thread copies. Ranks of a process wait for each other at the barrier of their Workers,
 which raises Stopped in all ranks if one fails. Every rank is in one group of each kind, and all
-ranks make the same calls: so a barrier of all ranks serves each group.
+ranks make the same calls. So a barrier of all ranks also serves as the barrier of each group.
 
-Data of other processes arrive by MPI. The rank that needs such data receives them, directly into
+Data of other processes arrive by MPI. A rank that alone needs such data receives them directly into
 their place. Data that all ranks of a process need are received by one rank, in turn, and copied by
 the others. Sums are in rank order, so that the bits do not depend on how ranks are spread over
 processes.
@@ -23,20 +23,20 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.workers import Workers
 from llmq.runtime.world import World
 
-AHEAD = 2  # other ranks' parts that are received while one part is added
+AHEAD = 2  # number of parts that are being received while one part is added
 
 
 def connect_host(devices: Sequence[HostDevice], workers: Workers, world: World) -> None:
     """Give each device of this process its collectives, which need no memory of their own. workers:
-    of the process's ranks."""
+    the state that the process's ranks share."""
     memories = {dev.mesh.rank: storages(dev) for dev in devices}
     for dev in devices:
         join(dev, partial(HostComm, dev, memories, workers, world))
 
 
 class HostComm(Comm):
-    """One rank's end. Sums are in F32, rounded once. Ranks are numbered by their places in the
-    group."""
+    """One rank's end of the collectives along an axis. Sums are in F32, and rounded once. Methods
+    number ranks by their places in the group."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class HostComm(Comm):
         world: World,
         axis: str,
     ):
-        """memories: by rank of this process, storages by place."""
+        """memories: for each rank of this process, its storages by place."""
         super().__init__(dev, axis)
         self._memories, self._workers, self._world = memories, workers, world
         self._members: dict[int, list[int]] = {}  # by process: its ranks in the group
@@ -68,7 +68,7 @@ class HostComm(Comm):
         return self._world.processes[self.ranks[place]]
 
     def _reader(self, source: int, process: int) -> int:
-        """Return the rank of a process that receives the source's data for all ranks there."""
+        """Return the rank that receives the source's data for all ranks of a process."""
         members = self._members[process]
         return members[source % len(members)]
 
@@ -81,7 +81,7 @@ class HostComm(Comm):
         return self._world.mpi.begin(receives=receives)
 
     def _finish(self, requests: list, peer: int | None = None) -> None:
-        """Wait for requests. peer: the only rank to wait for, if there is one."""
+        """Wait for requests. peer: the rank that all requests concern; None: several ranks."""
         if requests:
             self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
             self._world.mpi.finish(requests, self._workers.check)

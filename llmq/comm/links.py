@@ -1,4 +1,4 @@
-"""Links between GPUs: whether and how fast data arrive, and which way is used.
+"""Links between GPUs: whether data arrive undamaged, how fast, and by which way copies go.
 
 The probe first checks that data arrive, then measures the speed.
 """
@@ -13,10 +13,10 @@ from llmq.base.errors import LlmqError
 from llmq.runtime.cuda_device import NON_BLOCKING
 from llmq.runtime.pinned import PinnedMemory
 
-# A direct copy may be this much slower than staging before staging is chosen: only staging's two
-# halves are measured, without waits between them or a shared host memory.
+# Staging is chosen if direct copies reach less than this share of its measured speed. Real staging
+# is slower than measured: its two halves wait for each other and share the host memory.
 SLOWER = 0.8
-# A direct copy that is this much faster than a copy to or from the host does not use the bus.
+# A direct copy that is this many times as fast as a copy to or from the host does not use the bus.
 BESIDE_BUS = 2.0
 
 
@@ -25,7 +25,7 @@ class Measured:
     """Measurements of one ordered pair: source writes to reader. GB/s are 10^9 bytes per second.
     access: True if the driver gives the source access to the reader's memory. correct: True if a
     copied pattern arrived unchanged (None: not tried). direct: GB/s of a direct copy. staged: GB/s
-    of the slower of source to pinned memory and pinned memory to reader."""
+    from source to pinned memory, or from pinned memory to reader, whichever is slower."""
 
     access: bool
     correct: bool | None
@@ -36,8 +36,8 @@ class Measured:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The connection of one pair. kind: "peer" (direct copies) or "staged". speed: GB/s. reason:
-    why not "peer". beside_bus: True if direct copies leave the GPUs' bus free for the host, as over
-    NVLink."""
+    the reason why kind is not "peer"; else None. beside_bus: True if direct copies leave the GPUs'
+    bus free for the host, as over NVLink."""
 
     kind: str
     speed: float
@@ -75,8 +75,8 @@ def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """Links of all pairs. gpus: indices by rank. links[reader][source]: by rank, None on the
-    diagonal."""
+    """The links of all pairs. gpus: the GPU's index of each rank. links[reader][source]: the link
+    between two ranks; None on the diagonal."""
 
     gpus: list[int]
     links: list[list[Link | None]]
@@ -99,7 +99,7 @@ class LinkTable:
 
     @property
     def damaged(self) -> bool:
-        """True if a pair's direct copies arrive damaged; then no library may use direct copies
+        """True if a pair's direct copies arrive damaged. Then NCCL must not use direct copies
         either."""
         return any(link and link.reason == "damaged data" for row in self.links for link in row)
 
@@ -138,8 +138,8 @@ class LinkTable:
 
 
 SIZE = 16 << 20  # bytes of a timed copy
-PATTERN = 1 << 20  # bytes that are compared
-COPIES = 2  # copies that are timed together
+PATTERN = 1 << 20  # bytes that are copied and compared
+COPIES = 2  # number of copies that are timed together
 ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled: NCCL, or an earlier run of this process
 
 

@@ -1,4 +1,4 @@
-"""NCCL: a communicator per rank and group; one thread makes all communicators of a process."""
+"""NCCL: each rank has a communicator for each of its groups; one thread makes all of a process."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def load() -> Any:
 
 def set_environment(peer_access: bool, *, several: bool) -> None:
     """Set NCCL's environment before the first communicator: a process reads it once. peer_access:
-    False restricts NCCL to host memory. several: True if there are ranks of other processes. For
-    these NCCL may choose an algorithm by message size, and would connect each algorithm at its
-    first use (see `establish`), so it must connect all at once."""
+    False restricts NCCL to host memory. several: True if other processes have ranks, too. With
+    these NCCL chooses algorithms by message size, and would connect each algorithm at its first
+    use; so NCCL is told to connect all at once (see `establish`)."""
     if several:
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if not peer_access:
@@ -51,10 +51,10 @@ def set_environment(peer_access: bool, *, several: bool) -> None:
 def open_communicators(
     nccl: Any, devices: Sequence[CudaDevice], axis: str, world: World | None
 ) -> list[Nccl]:
-    """Return each device's end of a communicator of the ranks along an axis. world: its processes
-    all call this, and have ranks of these groups; None: all ranks of the groups are in this
-    process."""
-    # From one thread: a rank making its own would hold the interpreter lock while waiting for all.
+    """Return, for each device, its end of a communicator of the ranks along an axis. world: the
+    processes over which the groups are spread, which all call this function; None: all ranks of the
+    groups are in this process."""
+    # One thread makes all: a rank that made its own would hold the interpreter lock while it waits.
     if world is None:
         communicators = nccl.NcclCommunicator.initAll([dev.index for dev in devices])
     else:
@@ -74,9 +74,9 @@ def open_communicators(
 
 def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
     """Make all connections that these calls need, by one call of each kind, from one thread.
-    Otherwise NCCL would connect within the first calls, in the ranks' threads, which would wait on
-    the host for other ranks. The other ranks' streams may be waiting for a flag that this rank has
-    yet to write."""
+    Otherwise NCCL would connect within a rank's first call, and the rank's thread would wait on the
+    host for other ranks. Their streams may wait for a flag that this rank has yet to write, so that
+    all would wait forever."""
     api, buffers = ends[0].dev.api, []
     try:
         for end in ends:
@@ -98,7 +98,7 @@ def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
 
 
 class Nccl:
-    """One rank's end; for the calls see Comm."""
+    """One rank's end of a communicator; for the calls see Comm."""
 
     def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any, axis: str):
         self.dev, self.communicator = dev, communicator
@@ -106,7 +106,8 @@ class Nccl:
         self._nccl = nccl
 
     def warm_up(self, call: str, buffer: int) -> None:
-        """Make one call of a kind. buffer: address of WARM_UP_BYTES for each rank of the group."""
+        """Make one call of this kind. buffer: address of WARM_UP_BYTES bytes for each rank of the
+        group."""
         stream, communicator = self.dev.stream, self.communicator
         own = buffer + self.rank * WARM_UP_BYTES
         sums = (WARM_UP_BYTES // F32.itemsize, TYPES[F32], SUM, stream)
@@ -145,8 +146,8 @@ class Nccl:
         )
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-        """Exchange parts. targets[k]: where round k writes the part from rank r - k, k from 1
-        on."""
+        """Exchange parts. targets[k], for k >= 1: tensor to which round k writes the part from rank
+        r - k."""
         for k in range(1, self.size):
             sent = part(buffer, self.rank + k, self.size)
             reader, source = (self.rank + k) % self.size, (self.rank - k) % self.size

@@ -1,9 +1,9 @@
 """Options of transfers between GPUs, and pinned memory for them: staging buffers and flags.
 
-Streams of different GPUs wait for each other by flags. A graph replays the same values forever, so
-that a flag cannot count. A flag belongs to one source, one reader and one buffer that the source
-fills and the reader empties, and alternates between two states: each side waits for one state and
-writes the other.
+Streams of different GPUs wait for each other by flags. A flag cannot count, because a graph replays
+the same values forever. A flag belongs to one source, one reader and one buffer, which the source
+fills and the reader empties. The flag alternates between two states: each side waits for one state
+and writes the other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,19 +14,19 @@ from llmq.base.dtypes import I32, U8
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 
-STAGING_CHUNK = 16 << 20  # bytes at most: 0.3 ms of PCIe 5 x16
-STAGING_CHUNKS = 4  # of a ring: one is written, one is read, and two keep both sides busy
+STAGING_CHUNK = 16 << 20  # most bytes of a buffer: 0.3 ms of PCIe 5 x16
+STAGING_CHUNKS = 4  # buffers of a ring: one is written, one is read, two keep both sides busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommOptions:
-    """Options of transfers between GPUs; without effect on other devices. memcpy_all_gather:
-    all_gather by the copy engines, else by NCCL. all_to_all_reduce: gradients are reduced with
-    all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy engines, else by
+    """Options of transfers between GPUs; without effect on other devices. memcpy_all_gather: True:
+    the copy engines do all_gather; False: NCCL. all_to_all_reduce: True: all_to_all reduces
+    gradients; False: reduce_scatter. memcpy_send_recv: True: the copy engines do all_to_all; False:
     NCCL. p2p: direct access to the memory of other GPUs: "on", "off" or "auto". gathers_from_host:
-    True if blocks are gathered from pinned memory, sources or mirrors. matrices: True if ranks
-    exchange changes of whole matrices, with all_to_all. Ranks that divide sequences exchange their
-    parts by the copy engines with memcpy_send_recv, else by NCCL."""
+    True if blocks are gathered from sources or mirrors in pinned memory. matrices: True if ranks
+    exchange changes of whole matrices, with all_to_all. memcpy_send_recv also decides how ranks
+    that divide sequences exchange parts."""
 
     memcpy_all_gather: bool = False
     memcpy_send_recv: bool = False
@@ -43,8 +43,8 @@ class CommOptions:
     @property
     def exchange_stream(self) -> str:
         """The stream on which gradients are reduced: the stream of gathers, or one beside it.
-        Gathers from host memory share neither flags nor buffers with exchanges by copies, and use
-        one direction of the bus where exchanges use both."""
+        Gathers from host memory share neither flags nor buffers with exchanges by copies. Such
+        gathers use one direction of the bus, exchanges use both."""
         apart = self.gathers_from_host and self.memcpy_all_gather and not self.nccl
         return "exchange" if apart else "comm"
 
@@ -56,16 +56,16 @@ class CommOptions:
 
 class CommMemory(NamedTuple):
     """Pinned memory of one rank; a tensor is None if the options need none. flags: I32 (KINDS *
-    W,), by which the rank waits for peers. staging: U8, STAGING_CHUNKS equal buffers for data to
-    peers whose GPUs this rank cannot write to."""
+    W,), by which the rank waits for peers; W is the number of shards. staging: U8, the rank's ring
+    of STAGING_CHUNKS equal buffers, for data to peers whose GPUs this rank cannot write to."""
 
     flags: Tensor | None = None
     staging: Tensor | None = None
 
 
 def allocate(dev: Device, options: CommOptions) -> dict[str, CommMemory]:
-    """Allocate a rank's flags and staging rings of collectives, by axis; a plan allocates the same
-    bytes. With --p2p auto a ring is allocated even if the probe finds no use for the ring."""
+    """Allocate and return a rank's flags and staging rings, by axis; a plan allocates the same
+    bytes. With --p2p auto there is a ring even if the probe of links finds no use for it."""
     copied = {"shard": options.copies, "context": options.memcpy_send_recv}
     found = {}
     for axis, by_copies in copied.items():
@@ -80,16 +80,17 @@ def allocate(dev: Device, options: CommOptions) -> dict[str, CommMemory]:
     return found
 
 
-# One bit each, because streams wait for a bit; RELEASED ends every wait.
+# States of a flag: one bit each, because streams wait for a bit. RELEASED has both bits, and so
+# ends every wait.
 EMPTY, FULL, RELEASED = 1, 2, 3
-# Buffers with flags: the reader's target in a gather, the reader's target in an exchange, the
-# source's pinned tensor, buffer i of the source's ring.
+# Kinds of flags, by their buffers: the reader's target in a gather (TARGET) or in an exchange
+# (EXCHANGED), the source's pinned tensor (PINNED), buffer i of the source's ring (RING + i).
 TARGET, EXCHANGED, PINNED, RING = 0, 1, 2, 3
-KINDS = 8  # of flags; from RING on, buffers of the ring
+KINDS = 8  # number of kinds; from RING on, buffers of the ring
 
 
 class Flags:
-    """All ranks' flags, for use by all threads."""
+    """The flags of all ranks, which all threads use."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         """tensors: I32 (KINDS * W,) of each rank, in pinned memory."""
