@@ -17,13 +17,13 @@ from llmq.checkpoint.store import own_checkpoints
 from llmq.runtime.world import World
 
 NOTE = "best.json"
-_HIGHER = ("acc", "acc_norm")  # metrics of which more is better
+_HIGHER = ("acc", "acc_norm")  # metrics whose higher values are better
 
 
 class Measurement(NamedTuple):
     """A metric's value. kind: the evaluation data in words, with number of items and sequence
-    length; only values of one kind are compared. final: True for the evaluation of all data at the
-    end of a run."""
+    length; only values of the same kind are comparable. final: True for the evaluation on all data
+    at the end of a run."""
 
     value: float
     kind: str
@@ -31,7 +31,7 @@ class Measurement(NamedTuple):
 
 
 Measured = dict[str, Measurement]
-"""Measurements by the metric's name."""
+"""Measurements by name of the metric."""
 
 
 class BestValue(NamedTuple):
@@ -45,14 +45,16 @@ class BestValue(NamedTuple):
 class Best:
     """The best value of a metric so far, and the early stop of a run that finds no better one.
 
-    The first of equal values counts, NaN never. A value of another kind begins a new search, except
-    the final value of a run, which counts only if its kind is the same. The record of a checkpoint
-    (`state`) holds the best of its step, its own value included, so that a complete checkpoint is
-    never without its value; the note `best.json` follows from the record.
+    If values are equal the first counts; NaN never counts. A value of another kind begins a new
+    search, except the final value of a run, which counts only if its kind is the same. The record
+    of a checkpoint (`state`) holds the best value up to the checkpoint's step, this step's own
+    value included. So a complete checkpoint never lacks its value. The note `best.json` follows
+    from the record.
 
-    metric: None keeps no best. known: the best so far, or None. proposed: a gain whose checkpoint
-    is not complete yet. stale: measurements in a row without a gain. patience: the number of stale
-    measurements that ends the run, 0 for no early stop.
+    metric: name of the metric; None: keep no best. known: the best so far, or None. proposed: a
+    better value whose checkpoint is not complete yet. stale: number of measurements in a row
+    without a gain. patience: the number of stale measurements that ends the run, 0 for no early
+    stop.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class Best:
     # -- measurements ----------------------------------------------------------------------------
 
     def begins_anew(self, measured: Measured) -> str | None:
-        """One line for the log if the metric has another kind now, so that the search begins anew;
-        None if the search goes on."""
+        """Return a line for the log if the metric's measurement has another kind now, so that the
+        search begins anew; None if the search goes on."""
         now = measured.get(self.metric)
         if now is None or now.final or self.known is None or now.kind == self.known.kind:
             return None
@@ -98,8 +100,8 @@ class Best:
         )
 
     def take(self, step: int, measured: Measured) -> bool:
-        """Count the measurement of a step, once. True for a gain, which becomes `proposed`: then
-        call `accept` when the checkpoint of the step is complete, or `drop`."""
+        """Count a step's measurement, once. Return True for a gain, which becomes `proposed`; then
+        the caller calls `accept` when the step's checkpoint is complete, or `drop`."""
         measurement = measured.get(self.metric)
         if measurement is None:
             return False
@@ -138,16 +140,18 @@ class Best:
         return counted | ({} if best is None else best._asdict())
 
     def load(self, state: Any) -> None:
-        """Load a `state` of the same metric, else begin anew; call `resume` next."""
+        """Load a `state`, or begin anew if it is of another metric. The caller then calls
+        `resume`."""
         self.known, self.proposed, self.stale, self._at = None, None, 0, -1
         counted = values_of(state, metric=str, stale=int, at=int) if state else None
         if counted is not None and counted[0] == self.metric:
             self.known, (_, self.stale, self._at) = _best_value(state), counted
 
     def resume(self, run: RunId, steps_done: int) -> None:
-        """Compare the loaded best with the note and the checkpoints on disk, and note the result.
-        The note may be newer, because an evaluation can follow its checkpoint. A best beyond
-        `steps_done` does not count. All processes call this method. DiskError as in `accept`."""
+        """Choose between the loaded best and the best in the note, by the checkpoints on disk, and
+        write the note. The note may be newer, because an evaluation can follow its step's
+        checkpoint. A best of a step after `steps_done` does not count. All processes call this
+        method. DiskError as in `accept`."""
         if self.metric is None:
             return
         note, on_disk = self._world.on_first(
@@ -162,7 +166,8 @@ class Best:
             self._write_note(run, noted)
 
     def _write_note(self, run: RunId, noted: BestValue | None = None) -> None:
-        """Write the note of the known best; without one, remove the note that says `noted`."""
+        """Write the note of the known best. Without a known best remove the note, if there is one.
+        noted: the best in the note."""
 
         def write() -> None:
             path = self.directory / NOTE
@@ -197,8 +202,9 @@ class EarlyStopping(Callback):
 def recorded_best(
     document: dict[str, Any], directory: Path, steps: Collection[int]
 ) -> BestValue | None:
-    """The best of a run, by its newest manifest (`document`) and the note in `directory`; None
-    without --keep-best. steps: steps of the run's checkpoints on disk."""
+    """Return the best of a run by its newest manifest and its note; None without --keep-best.
+    document: content of the manifest. directory: the folder with the note. steps: steps of the
+    run's checkpoints on disk."""
     metric = document["options"].get("keep_best")
     recorded = document["run"]["state"].get("history", {}).get("best")
     records = [recorded, _noted(directory, RunId.of(document["run"]))]
@@ -207,19 +213,21 @@ def recorded_best(
 
 
 def _noted(directory: Path, run: RunId) -> dict[str, Any]:
-    """The content of this run's note, {} without a note."""
+    """Return the content of this run's note; {} without a note of this run."""
     note = json_object(directory / NOTE)
     return note if run.owns(_owner(note)) else {}
 
 
 def _best_value(record: dict[str, Any]) -> BestValue | None:
-    """The best in a note or a checkpoint's record; None if a field is missing or not finite."""
+    """Return the best in a note or a checkpoint's record; None if a field is missing or the value
+    is not finite."""
     fields = values_of(record, step=int, value=float, kind=str)
     return BestValue(*fields) if fields is not None and math.isfinite(fields[1]) else None
 
 
 def _newest(bests: list[BestValue | None], steps: Collection[int]) -> BestValue | None:
-    """The newest best whose checkpoint is on disk; None without one. steps: those on disk."""
+    """Return the newest best whose checkpoint is on disk; None without one. steps: steps of the
+    checkpoints on disk."""
     saved = [best for best in bests if best is not None and best.step in steps]
     return max(saved, key=lambda best: best.step, default=None)
 

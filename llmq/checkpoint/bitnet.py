@@ -1,4 +1,5 @@
-"""Weights of runs with --matmul-dtype ternary in the terms of transformers' BitNet."""
+"""Export of runs with --matmul-dtype ternary: weights and config.json as transformers' BitNet reads
+them."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -13,16 +14,17 @@ from llmq.options.options import TrainConfig
 from llmq.ref.quantize.ternary import ternary_of
 from llmq.state.params import Param, weight_table
 
-ONLINE = "online"  # quantization_mode of weights that are stored as they are, and then rounded
+ONLINE = "online"  # quantization_mode of stored weights that readers still have to round
 
 
 def is_rounded(param: Param, keys: Collection[str]) -> bool:
-    """Whether products round a parameter. keys: of rounded matrices."""
+    """True if products round this parameter. keys: keys of rounded matrices."""
     return param.kind == "matrix" and param.block.startswith("layers.") and param.key in keys
 
 
 def rounded(param: Param, values: np.ndarray) -> np.ndarray:
-    """The values (rows, columns) that products multiply, F32: codes times each module's scale."""
+    """Return the values (rows, columns), F32, that products multiply: ternary codes times the scale
+    of their module."""
     out = np.empty(values.shape, np.float32)
     for part in param.hf:
         codes, scale = ternary_of(values[part.start : part.stop])
@@ -33,8 +35,9 @@ def rounded(param: Param, values: np.ndarray) -> np.ndarray:
 def bitnet_fields(
     model: ModelConfig, of: str, others: Iterable[str] = (), **how: str
 ) -> dict[str, Any]:
-    """Fields of config.json. of: value of --ternary-of. others: modules that stay as they are,
-    beside those that training does not round. how: linear_class and quantization_mode."""
+    """Return fields of config.json. of: value of --ternary-of. others: modules that stay unrounded,
+    beside the modules that training does not round. how: the fields linear_class and
+    quantization_mode."""
     keys = rounded_keys(model, of)
     params = (param for slab in weight_table(model) for param in slab.params)
     plain = [param for param in params if param.kind == "matrix" and not is_rounded(param, keys)]
@@ -44,8 +47,8 @@ def bitnet_fields(
 
 
 def stored_as_trained(dtype: DType, model: ModelConfig, config: TrainConfig) -> StoredAs:
-    """The layout of a run's trained weights. After ternary training config.json asks transformers
-    to round them as the training did."""
+    """Return the layout in which a run's trained weights are stored. After ternary training
+    config.json asks transformers to round the weights as training did."""
     stored = StoredAs(dtype)
     if config.matmul_dtype == "ternary" and not model.arch.transposed:
         how = {"linear_class": "autobitlinear", "quantization_mode": ONLINE}

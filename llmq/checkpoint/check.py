@@ -1,6 +1,6 @@
 """`llmq check`: find files that have changed since they were written. Checkpoints, token files with
-a `.sums` file and exported weights are compared with checksums. Other files are checked for their
-header, their length and valid values."""
+a `.sums` file, and exported weights are compared with their checksums. For other files, the header,
+the length and the values are checked."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -30,10 +30,11 @@ from llmq.state.params import Param, Slab, weight_table
 from llmq.state.rules.rule import MatrixState, OptimizerState
 from llmq.text.token_shards import Tokenized, token_files
 
-_BLOCK = 1 << 22  # tokens that are read at once
+_BLOCK = 1 << 22  # number of tokens that one read takes
 
 Check = Callable[[Path], str]
-"""Check a path; return a phrase with the findings. LlmqError if the path is damaged."""
+"""Function that checks a path and returns the findings as a phrase; LlmqError if the path is
+damaged."""
 
 
 class Checkable(NamedTuple):
@@ -46,7 +47,8 @@ class Checkable(NamedTuple):
 def run_check(names: Sequence[str], *, trained: bool = False) -> None:
     """Print one line for each file or folder that the names stand for; LlmqError if one is damaged.
     names: token files, `.docs` files, safetensors files, checkpoints, models, folders of these, or
-    patterns. trained: print the trained tensors of checkpoints that have not moved, instead."""
+    patterns. trained: True to print, instead, those trained tensors of checkpoints that have not
+    moved."""
     damaged, count = [], 0
     for name in names:
         try:
@@ -148,7 +150,8 @@ def _checkpoint(path: Path) -> str:
 
 
 def _trained(path: Path) -> str:
-    """The tensors of a checkpoint that training has not moved, one a line."""
+    """Return the names of the trained tensors of a checkpoint that no update has changed, one per
+    line."""
     if not is_complete(path):
         raise LlmqError(f"--trained: '{path}' is no checkpoint, and only these know what has moved")
     with CheckpointReader(path) as reader:
@@ -166,7 +169,8 @@ def _trained(path: Path) -> str:
             return False
 
         def still(param: Param, moments: Iterable[OptimizerState]) -> str | None:
-            """The name of a tensor that has not moved, with the experts if some have moved."""
+            """Return the tensor's name if it has not moved; if only some of its experts have not
+            moved, the name and these experts; else None."""
             parts = param.shape[0] if len(param.shape) > 2 else 1
             idle = [i for i in range(parts) if not moved(param, moments, i, parts)]
             if 0 < len(idle) < parts:
@@ -183,8 +187,8 @@ def _trained(path: Path) -> str:
 def _states_of(
     reader: CheckpointReader, slab: Slab
 ) -> Iterator[tuple[Param, tuple[OptimizerState | MatrixState, ...]]]:
-    """Yield the parameters of a slab, or of its states of whole matrices, each with these states or
-    moments."""
+    """Yield each parameter of a slab with its moments; for a rule with states of whole matrices,
+    each parameter of the states' slab with these states."""
     rule, moments = reader.rule, reader.rule.moments_of(slab)
     states = rule.matrix_states[:1] if rule.by_matrix(slab) and not moments else ()
     for param in (states[0].slab(reader.optim, slab) if states else slab).params:

@@ -7,10 +7,10 @@
         tokenizer.shard_000_of_001.safetensors  the tokenizer's files, each as bytes
         checkpoint.json                         the manifest, with sizes and SHA-256 of all files
 
-Each rank stores ranges [start, stop) of the values of parameters, as its shard begins and ends.
-Readers join ranges, so the number of ranks may change. A range that is the whole parameter keeps
-the parameter's shape. Padding is not stored and reads as zero. Scales are stored flat, one for each
-128 elements of a parameter. The directory is called step_00000100.tmp until all files are there.
+Each rank stores the ranges [start, stop) of parameters' values that lie in its shard. Readers join
+ranges, so the number of ranks may change. A range that is the whole parameter keeps the parameter's
+shape. Padding is not stored and reads as zero. Scales are stored flat, one for each 128 elements of
+a parameter. The directory is called step_00000100.tmp until all files are there.
 """
 
 import json
@@ -57,23 +57,25 @@ from llmq.state.rules.rule import SCALES, UpdateRule
 from llmq.state.turns import still_blocks
 from llmq.text.tokenizer import is_tokenizer_file, leaves_folder, tokenizer_names
 
-TOKENIZER = "tokenizer"  # a group with one file, written by rank 0
+TOKENIZER = "tokenizer"  # a group of one file, which rank 0 writes
 
 
 def required_groups(rule: type[UpdateRule]) -> tuple[str, ...]:
-    """Groups in every checkpoint of an update rule: the weights and the rule's states."""
+    """Return the groups in every checkpoint of an update rule: the weights and the rule's
+    states."""
     return ("weights", *(state.group for state in (*rule.moments, *rule.matrix_states)))
 
 
 def _keeps(rule: type[UpdateRule], group: str, slab: Slab) -> bool:
-    """True unless the group is a moment that the rule does not keep for this slab."""
+    """False if the group is a moment that the rule does not keep for this slab, else True."""
     name = group.removesuffix(SCALES)
     lacks = set(rule.moments) - set(rule.moments_of(slab))
     return name not in {moment.group for moment in lacks}
 
 
 Range = tuple[Param, int, int]
-"""Values [start, stop) of a parameter: elements of its padded shape, or their scales."""
+"""A parameter, start and stop: values [start, stop) among the parameter's elements, padding
+included, or among their scales."""
 
 
 class FileEntry(NamedTuple):
@@ -87,7 +89,8 @@ class FileEntry(NamedTuple):
 
 
 def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
-    """Ranges of a group for elements [start, stop) of a slab, without gaps between parameters.
+    """Return the ranges of a group that belong to elements [start, stop) of a slab, without gaps
+    between parameters.
 
     start and stop are multiples of SCALE_BLOCK if the group holds scales.
     """
@@ -105,8 +108,8 @@ def padded_size(group: str, param: Param) -> int:
 
 
 def elements_per_value(group: str) -> int:
-    """Number of adjacent slab elements that share one value of a group, 1 or SCALE_BLOCK; offsets
-    of parameters are multiples of this number."""
+    """Return the number of adjacent slab elements that share one value of a group: SCALE_BLOCK for
+    scales, else 1. Offsets of parameters are multiples of this number."""
     return SCALE_BLOCK if group.endswith(SCALES) else 1
 
 
@@ -128,7 +131,8 @@ class CheckpointWriter:
     """Writes one checkpoint. Each rank has its own writer and calls `write` once per group; then
     rank 0 calls `commit` with the entries of all ranks. Only `commit` changes the final name.
 
-    path: the final directory. temporary: the directory until `commit`.
+    path: the checkpoint's final directory. temporary: the directory that has the files until
+    `commit`.
     """
 
     def __init__(self, directory: Path, step: int, rank: int = 0, world: int = 1) -> None:
@@ -151,10 +155,10 @@ class CheckpointWriter:
     ) -> FileEntry:
         """Write this rank's file of a group, one of required_groups or a group of scales.
 
-        ranges: each parameter at most once. read(param, start, stop) returns the values, dtype
-        (stop - start,), valid until the next call; called once per range, in order. Threads may
-        write several groups at once. DiskError if the disk is full or fails: the caller then calls
-        `discard` as soon as no rank is writing.
+        ranges: at most one range of each parameter. read(param, start, stop): function that returns
+        the values, dtype (stop - start,), which stay valid until the next call. `read` is called
+        once per range, in order. Threads may write several groups at once. DiskError if the disk is
+        full or fails: the caller then calls `discard` as soon as no rank is writing.
         """
         pieces = []
         for param, start, stop in ranges:
@@ -181,7 +185,8 @@ class CheckpointWriter:
     def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
         """Rename the checkpoint to its final name, replacing one of the same step; return the path.
 
-        entries: the return values of `write` of all ranks. Rank 0 only. Raises like `write`.
+        entries: the results of `write` from all ranks. Only rank 0 calls this method. Errors: see
+        `write`.
         """
         try:
             entries = [*entries, *self._write_tokenizer(manifest.tokenizer)]
@@ -200,8 +205,8 @@ class CheckpointWriter:
         return self.path
 
     def _write_tokenizer(self, tokenizer: str | None) -> list[FileEntry]:
-        """Write the tokenizer's files, so that an export needs no other folder. Files that cannot
-        be read are left out, because the checkpoint matters more."""
+        """Write the tokenizer's files, so that an export needs no other folder. Skip files that
+        cannot be read: the checkpoint must not fail because of them."""
         if tokenizer in (None, "bytes"):
             return []
         files = {}
@@ -263,13 +268,15 @@ def _model_of(saved: dict[str, Any]) -> ModelConfig:
 class CheckpointReader(Closing):
     """A checkpoint whose checksums have been verified. All ranks of a process share one reader.
 
-    path, step, manifest: of the checkpoint. world_size: number of ranks that wrote the checkpoint.
-    optim: options of the update rule of the stored moments. rule: this rule's class.
+    path, step, manifest: the checkpoint's directory, step and manifest. world_size: number of ranks
+    that wrote the checkpoint. optim: options of the update rule that made the stored moments. rule:
+    this rule's class.
     """
 
     def __init__(self, path: Path, world: World = World()) -> None:
-        """Check size and checksum of every file; LlmqError names the damaged file. world: all its
-        processes call this constructor, and each checks a share of the files."""
+        """Check size and checksum of every file; LlmqError names the damaged file. world: the
+        processes that share the work; all call this constructor, and each checks a part of the
+        files."""
         problem = problem_of(path, world)
         if problem is not None:
             raise LlmqError(problem)
@@ -315,14 +322,15 @@ class CheckpointReader(Closing):
         return set(self._pieces)
 
     def still(self, table: Sequence[Slab]) -> set[str]:
-        """Names of the blocks that have no moments, because the last step did not train them."""
+        """Return the names of the blocks without moments, because the checkpoint's last step did
+        not train them."""
         return still_blocks(self.optim, table, max(self.step - 1, 0))
 
     def check(self, table: tuple[Slab, ...], trained: Collection[str] | None = None) -> None:
         """LlmqError unless every group holds exactly this model's parameters, each in full.
 
-        trained: names of the slabs with moments; a checkpoint of adapters stores only these slabs.
-        None: all slabs.
+        table: the model's weight table. trained: names of the slabs with moments; a checkpoint of
+        adapters stores only these slabs. None: all slabs.
         """
         if trained is None and self.manifest.base is not None:
             raise LlmqError(
@@ -354,7 +362,8 @@ class CheckpointReader(Closing):
                 )
 
     def read(self, group: str, param: Param, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Values [start, stop) of a parameter, padding included, flat, in the stored dtype.
+        """Return values [start, stop) of a parameter, padding included: (stop - start,) in the
+        stored dtype.
 
         LlmqError if values are missing, or if the stored parameter has another shape.
         """
@@ -367,8 +376,8 @@ class CheckpointReader(Closing):
         return out
 
     def model(self, param: Param) -> np.ndarray:
-        """A whole parameter in its shape, in the dtype of the weights: the average with --ema, else
-        the weights. LlmqError as in `read`."""
+        """Return a whole parameter in its shape, in the dtype of the weights: the average of the
+        weights if the run had --ema, else the weights. LlmqError as in `read`."""
         values = self.read("weights", param)
         if param.name in self._pieces.get(AVERAGE.group, {}):
             values = self.read(AVERAGE.group, param).astype(values.dtype)
@@ -381,8 +390,8 @@ class CheckpointReader(Closing):
     def _cover(
         self, group: str, param: Param, start: int, stop: int
     ) -> list[tuple[_FileRange, int, int]]:
-        """Stored pieces that cover values [start, stop) without padding, each with the first value
-        taken from the piece and the one behind the last."""
+        """Return the stored pieces that cover values [start, stop), padding excluded. Each item: a
+        piece, the first value to take from it, and the value after the last one to take."""
         size = stored_values(group, param)
         cover, position, stop = [], start, min(stop, size)
         if group in self._needed and param.name not in self._pieces.get(group, {}):
@@ -425,8 +434,8 @@ class CheckpointReader(Closing):
 
 
 def _ranges_of(file: SafetensorsFile) -> dict[str, list[int]]:
-    """[start, stop, size] of each parameter in a file: the range of its values in the file, and the
-    number of values of the whole parameter. LlmqError if the file's metadata is malformed."""
+    """Return [start, stop, size] for each parameter in a file: the range of values in the file, and
+    the number of values of the whole parameter. LlmqError if the file's metadata is malformed."""
     try:
         ranges = json.loads(file.metadata["ranges"])
         for start, stop, size in ranges.values():
@@ -445,11 +454,12 @@ Part = tuple[int, np.ndarray]
 """Index of a parameter's first value, and consecutive values from this index on."""
 
 Beat = Callable[[], None]
-"""Called for each range, to tell a watchdog that a long save or load is making progress."""
+"""Function without arguments, called for each range: tells a watchdog that a long save or load
+progresses."""
 
 
 def _values(group: str, piece: SlabPiece, param: Param, start: int, stop: int) -> Tensor:
-    """View of values [start, stop) of a parameter in the piece's tensor."""
+    """Return a view of a parameter's values [start, stop) in the piece's tensor."""
     first = (param.offset - piece.start) // elements_per_value(group) + start
     return piece.tensor.rows(first, first + stop - start)
 
@@ -461,8 +471,9 @@ def write_group(
     pieces: Sequence[SlabPiece],
     beat: Beat,
 ) -> FileEntry:
-    """Write this rank's pieces of a group into one file, in the widest dtype of the pieces: weights
-    that are not trained may have another dtype than masters. fetch: host copy of a tensor."""
+    """Write this rank's pieces of a group into one file, in the widest dtype of the pieces, because
+    untrained weights may have another dtype than master weights. fetch: function that returns a
+    host copy of a tensor."""
     dtype = max((piece.tensor.dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     ranges, homes = [], {}
     for piece in pieces:
@@ -496,8 +507,8 @@ def read_group(
 
 
 def check_fixed(reader: CheckpointReader, rule: UpdateRule) -> None:
-    """ConfigError if an option that decides what moments are kept of a model differs from the
-    checkpoint's: such moments are not converted."""
+    """ConfigError if the checkpoint's run had another value of an option that decides which moments
+    a model has: such moments cannot be converted."""
     names = ("layers_per_step", *(rule.fixed if reader.rule is type(rule) else ()))
     if reader.optim.layers_per_step:
         names = (*names, "layers_period", "seed")
@@ -513,8 +524,8 @@ def check_fixed(reader: CheckpointReader, rule: UpdateRule) -> None:
 
 
 def check_formats(reader: CheckpointReader, state: State, rule: type[UpdateRule]) -> None:
-    """ConfigError if moments of this rule are 8-bit either in the checkpoint or in `state`, but not
-    in both: 8-bit moments are not converted."""
+    """ConfigError if moments of this rule are 8-bit in the checkpoint but not in `state`, or in
+    `state` but not in the checkpoint: such moments cannot be converted."""
     for moment in (*rule.moments, *rule.matrix_states) if reader.rule is rule else ():
         if (moment.scales_group in reader.groups) != (moment.scales_group in state):
             numpy, option = reader.dtype(moment.group), OPTIONS[moment.dtype].flag
@@ -526,7 +537,7 @@ def check_formats(reader: CheckpointReader, state: State, rule: type[UpdateRule]
 
 
 def parts_of(dev: Device, param: Param, pieces: Sequence[SlabPiece]) -> list[Part]:
-    """Host copies of the ranges of a weight that this rank writes into checkpoints."""
+    """Return host copies of those ranges of a weight that this rank writes into checkpoints."""
     return [
         (start, dev.download(_values("weights", piece, param, start, stop)))
         for piece in pieces

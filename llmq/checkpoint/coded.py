@@ -1,6 +1,6 @@
-"""Quantized model files: matrices stored as codes with scales, as `quantization_config` says.
-`decoded` replaces codes and scales by matrices that read as F32 or BF16 values. CODED is the table
-of supported methods (names: `arch/common.py`)."""
+"""Quantized model files, which store matrices as codes with scales in a format that
+`quantization_config` names. `decoded` replaces codes and scales by matrices that read as F32 or
+BF16 values. CODED is the table of supported methods (names: `arch/common.py`)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -26,9 +26,9 @@ from llmq.ref.quantize.fp8_blocks import BLOCK as FP8_BLOCK
 class CodedMatrix:
     """A quantized matrix that reads like a FileTensor, as F32 values.
 
-    path: file of the codes. decode(start, stop): values of rows [start, stop). kept_by: the
-    --base-dtype that keeps the codes; None: none does. stored: the tensors of `codes`, by name;
-    arrays have no rows.
+    path: file of the codes. decode(start, stop): function that returns the values of rows [start,
+    stop). kept_by: the --base-dtype that can keep these codes in training; None: none can. stored:
+    the tensors that `codes` returns, by name; arrays are not divided by rows.
     """
 
     dtype = "F32"
@@ -45,9 +45,9 @@ class CodedMatrix:
         self.kept_by, self._stored = kept_by, stored
 
     def codes(self, ranges: list[tuple[int, int]]) -> dict[str, Iterator[np.ndarray]] | None:
-        """The codes as they are stored, and their scales, in pieces, by the names of the storage of
-        `kept_by`; None if this storage encodes values. ranges: of rows, in their order; blocks of
-        rows cannot be in another order than the rows."""
+        """Return the stored codes and scales in pieces, by the names that the storage `kept_by`
+        uses; None if this storage must encode the values instead. ranges: ranges of rows, in the
+        order wanted; E4M3 blocks of rows cannot be reordered."""
         if self._stored is None or (self.kept_by == E4M3_BLOCKS.name and len(ranges) > 1):
             return None
         return {name: _pieces(tensor, ranges) for name, tensor in self._stored.items()}
@@ -78,9 +78,9 @@ def _pieces(tensor: FileTensor | np.ndarray, ranges: list[tuple[int, int]]) -> I
 
 
 def scaled(codes: FileTensor, scales: FileTensor, block: tuple[int, int] | None) -> CodedMatrix:
-    """A matrix (out, in) of codes that are numbers, with one scale for each block. block: rows and
-    columns of a block; blocks at the right and lower edge may be smaller. None: one scale for the
-    matrix or one for each row, by the number of scales."""
+    """Return a matrix (out, in) whose codes are numbers, with one scale per block. block: rows and
+    columns of a block; blocks at the right and lower edge may be smaller. None: one scale per row
+    if there are as many scales as rows, else one for the matrix."""
     out, columns = codes.shape
     factors = scales.flat().astype(np.float32)
     if block is None:
@@ -99,7 +99,8 @@ def scaled(codes: FileTensor, scales: FileTensor, block: tuple[int, int] | None)
 
 
 def drop(tensors: dict[str, Any], *endings: str) -> None:
-    """Remove tensors whose names end so: scales of activations, which only FP8 products need."""
+    """Remove tensors with these endings of names, such as scales of activations, which only FP8
+    products need."""
     for name in [name for name in tensors if name.endswith(endings)]:
         del tensors[name]
 
@@ -113,7 +114,7 @@ _CODES, _SCALES = "_blocks", "_scales"
 # NAME_blocks   U8 (experts, out, in / 32, 16), two codes a byte, the first in the lower bits
 # NAME_scales   U8 (experts, out, in / 32), exponents with a bias of 127
 #
-# NAME is a parameter (experts, in, out): its columns are stored as the rows of codes.
+# NAME is a parameter (experts, in, out); the rows of codes are the parameter's columns.
 
 
 def decode_mxfp4(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
@@ -126,7 +127,7 @@ def decode_mxfp4(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
 
 
 class _Experts(CodedMatrix):
-    """MXFP4 codes of all experts of a layer. All values are BF16 numbers."""
+    """The MXFP4 codes of all experts of a layer. BF16 represents all values exactly."""
 
     dtype = "BF16"
 
@@ -151,7 +152,8 @@ class _Experts(CodedMatrix):
             yield slice(first, first + 1), rows.T[None]
 
     def rows(self, start: int, stop: int, *, transposed: bool = True) -> np.ndarray:
-        """Rows [start, stop) of the rows of all experts in sequence, as in `FileTensor.rows`."""
+        """Return rows [start, stop), where the rows of all experts count in sequence, as in
+        `FileTensor.rows`."""
         return self._decode(start, stop)
 
 
@@ -227,7 +229,7 @@ def decode_compressed_tensors(tensors: dict[str, Any], config: Mapping[str, Any]
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share one scale, as `block` of `scaled`."""
+    """Return the rows and columns that share one scale: the argument `block` of `scaled`."""
     if not weights.get("symmetric", True):
         raise LlmqError("quantization_config: codes with zero points cannot be read")
     if weights.get("strategy") == "block":
@@ -238,7 +240,8 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _sizes(name: str, values: Any) -> tuple[int, int]:
-    """Rows and columns of a block; LlmqError unless both are positive whole numbers."""
+    """Return rows and columns of a block; LlmqError unless both are positive whole numbers. name:
+    the field, for the message."""
     rows, columns = values
     for size in (rows, columns):
         if type(size) is not int or size <= 0:
@@ -247,7 +250,7 @@ def _sizes(name: str, values: Any) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------------------------
-# NVFP4 files of compressed-tensors and modelopt: 4-bit codes, an E4M3 scale for each 16 of a row,
+# NVFP4 files of compressed-tensors and modelopt: 4-bit codes, an E4M3 scale for 16 codes of a row,
 # one F32 number for the matrix.
 #
 # NAME.weight_packed or NAME.weight                 U8 (out, in / 2), the first in the lower bits
@@ -260,8 +263,9 @@ def _sizes(name: str, values: Any) -> tuple[int, int]:
 def put_nvfp4(
     tensors: dict[str, Any], codes: str, last: str, factor: Callable[[np.ndarray], np.ndarray]
 ) -> None:
-    """Replace NVFP4 codes by CodedMatrix, and remove their scales. codes, last: last components of
-    the names of codes and of the matrix's number. factor: the factor, from this number."""
+    """Replace NVFP4 codes by CodedMatrix, and remove their scales. codes, last: the last components
+    of the names of the codes and of the matrix's number. factor: function that returns the factor
+    for this number."""
     for end in [name for name in tensors if name.endswith(f".{last}")]:
         stem = end.removesuffix(last)
         number = tensors.pop(end)
@@ -335,7 +339,8 @@ def decode_bitsandbytes(tensors: dict[str, Any], config: Mapping[str, Any]) -> N
 
 
 def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> CodedMatrix:
-    """The NF4 matrix of this name. LlmqError if sizes of codes and scales do not agree."""
+    """Return the NF4 matrix of this name. state: tensor with the JSON. LlmqError if sizes of codes
+    and scales do not agree."""
     codes = tensors[name]
     try:
         fields = json.loads(state.flat().tobytes())
@@ -373,7 +378,8 @@ def _matrix(name: str, tensors: Mapping[str, FileTensor], state: FileTensor) -> 
 
 
 # ------------------------------------------------------------------------------------------------
-# BitNet's files (transformers): codes of 2 bits, each plus 1, of one scale.
+# BitNet's files (transformers): ternary codes plus 1, in 2 bits each, with one scale for the
+# matrix.
 #
 # NAME.weight        U8 (out / 4, in), of rows r, r + out/4, ..., the first in the lowest bits
 # NAME.weight_scale  one number: value = code / number; with linear_class autobitlinear, times
@@ -406,7 +412,7 @@ def _bitnet(packed: FileTensor, factor: np.float32) -> CodedMatrix:
 
 
 Tensors = dict[str, Any]
-"""FileTensor or CodedMatrix, by name."""
+"""The tensors of a file by name; each is a FileTensor or a CodedMatrix."""
 
 _DECODE = (
     decode_bitnet,
@@ -419,12 +425,13 @@ _DECODE = (
 CODED: dict[str, Callable[[Tensors, Mapping[str, Any]], None]] = dict(
     zip(QUANTIZATIONS, _DECODE, strict=True)
 )
-"""By quant_method: the function that replaces codes and scales in a file's tensors by matrices."""
+"""For each quant_method, the function that replaces codes and scales in a file's tensors by
+matrices."""
 
 
 def quantization_of(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization_config of a model; None if the model is not quantized. Older files of
-    modelopt have a file of their own for this."""
+    """Return the quantization_config of a model; None if the model is not quantized. Older models
+    of modelopt have it in a separate file."""
     own = directory / MODELOPT_FILE
     if "quantization_config" in config or not own.is_file():
         return config.get("quantization_config")
@@ -432,8 +439,8 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> Mapping[str, 
 
 
 def decoded(stored: Mapping[str, FileTensor], config: Mapping[str, Any]) -> Tensors:
-    """The tensors of a file, with codes replaced by CodedMatrix. config: quantization_config.
-    LlmqError for codes of a kind that cannot be read."""
+    """Return the tensors of a file, in which each CodedMatrix replaces codes and scales. config:
+    the quantization_config. LlmqError for codes that cannot be read."""
     tensors: Tensors = dict(stored)
     try:
         CODED[config["quant_method"]](tensors, config)

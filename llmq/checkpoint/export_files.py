@@ -1,4 +1,4 @@
-"""The files of an export beside weights: names, tokenizer, and the record of its run."""
+"""The files of an export other than weights: names, tokenizer, and the record of the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HubModel(NamedTuple):
 
     @classmethod
     def of(cls, options: ModelOptions) -> HubModel | None:
-        """The repository that --model names; None for a directory or random weights."""
+        """Return the repository that --model names; None for a directory or random weights."""
         known = options.revision is not None and not options.from_scratch
         return cls(options.model, options.revision) if known else None
 
@@ -50,17 +50,17 @@ class HubModel(NamedTuple):
 
 
 def run_record(**origin: Any) -> dict[str, Any]:
-    """The content of an export's llmq.json.
+    """Return the content of an export's llmq.json.
 
-    origin: made (TokenizerId of the training data), run (RunId), hub (HubModel), base (BaseId of
-    the model of adapters); each may be None.
+    origin: made, the TokenizerId of the training data; run, a RunId; hub, a HubModel; base, the
+    BaseId of the adapters' base model. Each may be None.
     """
     records = {name: known.record() for name, known in origin.items() if known is not None}
     return {"tokenizer" if name == "made" else name: record for name, record in records.items()}
 
 
 def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
-    """Names of the tokenizer files that an export with this tokenizer replaces."""
+    """Return the names of the tokenizer files that an export with this tokenizer replaces."""
     brings = tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None
     return tuple(HfTokenizer.WRITTEN) if brings else ()
 
@@ -81,8 +81,8 @@ def save_tokenizer(
 
 
 def exported_files(directory: Path) -> list[Path]:
-    """The files of a model directory that an export into the directory would replace; empty if the
-    directory holds no model."""
+    """Return the files of a model directory that an export into the directory would replace; [] if
+    the directory holds no model."""
     weights = [path for pattern in MODEL_FILES for path in sorted(directory.glob(pattern))]
     if not weights:
         return []
@@ -92,12 +92,13 @@ def exported_files(directory: Path) -> list[Path]:
 
 
 def export_owner(directory: Path) -> RunId | None:
-    """The run that wrote the export in a directory; None if llmq.json does not name a run."""
+    """Return the id of the run that wrote the export in a directory; None if llmq.json names no
+    run."""
     return RunId.of(json_object(directory / RUN_FILE).get("run"))
 
 
 def recorded_sums(directory: Path) -> dict[str, str]:
-    """SHA-256 of each weight file, by name, from llmq.json; {} if there are none."""
+    """Return the SHA-256 of each weight file, by name, from llmq.json; {} if llmq.json has none."""
     sums = json_object(directory / RUN_FILE).get("sha256")
     sums = sums if isinstance(sums, dict) else {}
     return {str(name): str(digest) for name, digest in sums.items() if "/" not in name}
@@ -117,11 +118,11 @@ def staged_export(
     *,
     wrapped: bool = False,
 ) -> Iterator[Path]:
-    """A temporary folder for the files of an export. After the `with` block the tokenizer is added,
-    then the files move to out_dir, where they replace an older export and nothing else.
+    """Yield a temporary folder for the files of an export. After the `with` block the tokenizer is
+    added. Then the files move to out_dir, where they replace an older export and nothing else.
 
-    check: called with the folder before the files move. names: list that gets the names of all
-    files. wrapped: as in save_tokenizer. LlmqError if the disk is full or fails.
+    check: function that gets the folder before the files move. names: list that gets the names of
+    all files. wrapped: see save_tokenizer. LlmqError if the disk is full or fails.
     """
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
     if exported_files(out_dir):

@@ -1,5 +1,5 @@
-"""Extra tensors of a model (vision tower, MTP layers), read from the folder of the source model: a
-checkpoint holds only their number by module and their SHA-256."""
+"""Extra tensors of a model (vision tower, MTP layers), read from the source model's folder. A
+checkpoint holds no extra tensors, only their number per module and their SHA-256."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ from llmq.state.params import weight_table
 def opened_extra(
     source: SourceModel, what: str, flag: str, place: str | None = None
 ) -> Iterator[SourceModel]:
-    """The source with its extra tensors open inside the `with` block. what: the owner of the
-    tensors, for messages. flag: the option that names a model with these tensors. place: the value
-    of `flag`; None looks in the folders that the source names. LlmqError if no folder has the
+    """Yield the source model with its extra tensors open inside the `with` block. what: the owner
+    of the tensors, for messages. flag: the option that names a model with these tensors. place: the
+    value of `flag`; None: look in the folders that the source names. LlmqError if no folder has the
     tensors."""
     if not source.parts or source.extra:
         yield source
@@ -38,7 +38,8 @@ def opened_extra(
 
 @contextmanager
 def _weights(source: SourceModel, place: str | None) -> Iterator[HfWeights | None]:
-    """The weights of the first folder with the same extra tensors; None without such a folder."""
+    """Yield the weights of the first folder with the same extra tensors; None without such a
+    folder."""
     named = (source.folder, pinned(source.name, source.revision))
     for name in dict.fromkeys(named if place is None else (place,)):
         directory = find_directory(name)

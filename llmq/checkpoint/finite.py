@@ -7,12 +7,12 @@ import numpy as np
 from llmq.base.errors import ModelError
 from llmq.state.params import Param
 
-SHOWN = 8  # names of tensors in a line
+SHOWN = 8  # most names of tensors in a line
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """True if all F32, F16 or BF16 values are finite. Compares bit patterns as integers, which is
-    several times faster than reading the values from a file."""
+    """True if all F32, F16 or BF16 values are finite. The function compares bit patterns as
+    integers, several times faster than a file can be read."""
     size = values.dtype.itemsize
     infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
     negative = infinity + (1 << (8 * size - 1))
@@ -20,7 +20,8 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 def finite(read: Callable[[Param], np.ndarray]) -> Callable[[Param], np.ndarray]:
-    """A reader of whole parameters that raises ModelError if a parameter holds NaN or infinity."""
+    """Return a function like `read`, a reader of whole parameters, that raises ModelError if a
+    parameter holds NaN or infinity."""
 
     def checked(param: Param) -> np.ndarray:
         values = read(param)
@@ -35,10 +36,11 @@ def finite(read: Callable[[Param], np.ndarray]) -> Callable[[Param], np.ndarray]
 
 
 def reached(read: Callable[[int, int], np.ndarray], size: int) -> bool:
-    """True if a moment of a tensor has a nonzero element: moments start as zeros.
+    """True if a moment of a tensor has a nonzero element, so that a gradient has reached the
+    tensor: moments start as zeros.
 
-    read(start, stop): elements of the moment, which has `size`. Reads a short prefix first, which
-    decides for nearly all tensors.
+    read(start, stop): function that returns elements [start, stop) of the moment, which has `size`
+    elements. A short prefix is read first, and decides for nearly all tensors.
     """
     start, length = 0, 1 << 12
     while start < size:
@@ -50,7 +52,8 @@ def reached(read: Callable[[int, int], np.ndarray], size: int) -> bool:
 
 
 def unmoved_lines(names: Sequence[str], count: int) -> list[str]:
-    """A line that names the trained tensors, of `count`, that have not moved; [] without names."""
+    """Return one line for the user about trained tensors that have not moved; [] without names.
+    names: these tensors. count: number of all trained tensors."""
     if not names:
         return []
     shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" * (len(names) > SHOWN))

@@ -1,8 +1,8 @@
 """The folder of a run's checkpoints: list, verify, move and delete checkpoints.
 
 Symbolic links belong to the user: their targets are read, but neither changed nor deleted.
-Processes that see the same files share the work of hashing. A digest is reused as long as size and
-times of its file stay the same.
+Processes that see the same files share the work of hashing. A file's digest is reused as long as
+the file's size and times stay the same.
 """
 
 import errno
@@ -33,7 +33,7 @@ from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.source_model import HASH_THREADS
 from llmq.runtime.world import World
 
-SHARED_SECONDS = 10.0  # for a new file to become visible to all machines of a network file system
+SHARED_SECONDS = 10.0  # within which all machines of a network file system see a new file
 _UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
 _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)?|\..+\.llmq-tmp")
 
@@ -91,9 +91,9 @@ def _expect(path: Path, world: World, seconds: float) -> None:
 
 
 def entries(directory: Path) -> list[Path]:
-    """The paths in a directory, sorted; [] if the directory does not exist.
+    """Return the paths in a directory, sorted; [] if the directory does not exist.
 
-    LlmqError if the directory cannot be listed: its content must not count as missing.
+    LlmqError if the directory cannot be listed: its files must not count as missing.
     """
     try:
         return sorted(directory.iterdir())
@@ -115,9 +115,9 @@ def is_complete(path: Path) -> bool:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """Folders that interrupted saves or deletions have left. No save may be under way.
+    """Return the folders that interrupted saves or deletions have left. No save may be under way.
 
-    Such a folder is recognized by its name and its content.
+    A folder's name and content tell whether an interrupted save or deletion has left it.
     """
     unfinished = [path for path in entries(directory) if _is_unfinished(path)]
     complete = [path for path in entries(directory) if re.fullmatch(r"step_\d{8,}", path.name)]
@@ -143,8 +143,8 @@ def _is_own(path: Path) -> bool:
 
 
 def check_own(path: Path) -> None:
-    """FileExistsError if the path, where a checkpoint is to be written, is the user's: a link, or a
-    folder with other files.
+    """FileExistsError if the path, to which a checkpoint is to be written, belongs to the user: a
+    link, or a folder with other files.
 
     Other ranks may be writing into the folder. A complete checkpoint may be replaced.
     """
@@ -198,8 +198,8 @@ def _deleting(path: Path) -> Path:
 
 
 def delete(paths: Iterable[Path]) -> list[Path]:
-    """Delete directories of checkpoints; return the deleted ones, and warn of each that stays. A
-    directory is renamed first, so that half a checkpoint never counts as a complete one."""
+    """Delete directories of checkpoints; return the deleted directories, and warn of each that
+    stays. A directory is renamed first, so that half a checkpoint never counts as complete."""
     gone = []
     for path in paths:
         try:
@@ -223,9 +223,10 @@ def delete(paths: Iterable[Path]) -> list[Path]:
 
 
 def problem_of(path: Path, world: World = World()) -> str | None:
-    """The reason why a checkpoint cannot be read; None if all files have the right checksums.
+    """Return the reason why a checkpoint cannot be used; None if all files have the right
+    checksums.
 
-    All processes of the world call this function, and get the same result.
+    All processes of the world call this function, and all get the same result.
     """
     files, view, problem = _look(path)
     seen = world.gather((view, problem))
@@ -245,8 +246,8 @@ def problem_of(path: Path, world: World = World()) -> str | None:
 
 
 def forget_pages(path: Path) -> None:
-    """Drop a checkpoint's files from the page cache, where the system can, so that the next read
-    comes from the disk."""
+    """Drop a checkpoint's files from the page cache, if the system can, so that the next read comes
+    from the disk."""
     with suppress(OSError, AttributeError, ConfigError):
         for file in path.iterdir():
             with open_file(file) as opened:
@@ -259,9 +260,9 @@ def looks_whole(path: Path) -> bool:
 
 
 def _look(path: Path) -> tuple[list[dict[str, Any]], tuple[str, str], str | None]:
-    """Read a checkpoint's manifest and stat its files. Returns the entries of the files, their
-    view, and a problem or None. A view has digests of the manifest and of inodes and times;
-    processes that see the same files have equal views."""
+    """Read a checkpoint's manifest and stat its files. Return the manifest's entries of files, the
+    view, and a problem or None. A view is a digest of the manifest and a digest of the files'
+    inodes and times. Processes that see the same files have equal views."""
     try:
         if not is_complete(path) and not os.path.lexists(path / MANIFEST):
             raise LlmqError(f"'{path}' is not a complete checkpoint: it has no {MANIFEST}")
@@ -274,7 +275,8 @@ def _look(path: Path) -> tuple[list[dict[str, Any]], tuple[str, str], str | None
 
 
 def _stats(path: Path, files: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """Inode and times of each file; LlmqError if a file is missing or has another size."""
+    """Return inode and times of each file; LlmqError if a file is missing or has another size.
+    files: entries of the manifest."""
     seen, missing = [], []
     for entry in files:
         file = path / entry["name"]
@@ -297,7 +299,8 @@ def _stats(path: Path, files: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]
 
 
 def _first(world: World, problems: Sequence[str | None]) -> str | None:
-    """The first problem, with the machine's name unless all processes have the same problem."""
+    """Return the first problem, with the machine's name unless all processes have the same problem;
+    None if there is none. problems: one for each process."""
     for index, problem in enumerate(problems):
         if problem is not None:
             alike = all(other == problem for other in problems)
@@ -310,7 +313,8 @@ def _first(world: World, problems: Sequence[str | None]) -> str | None:
 
 
 def _damage(path: Path, files: Sequence[dict[str, Any]]) -> str | None:
-    """The first problem with a file's checksum; None if all agree. files: of the manifest."""
+    """Return the first problem with a file's checksum; None if all agree. files: entries of the
+    manifest."""
     try:
         with ThreadPoolExecutor(HASH_THREADS) as pool:
             digests = list(pool.map(lambda entry: digest_of_file(path / entry["name"]), files))
@@ -324,7 +328,8 @@ def _damage(path: Path, files: Sequence[dict[str, Any]]) -> str | None:
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256 of a file in hex, cached by inode, size and times. LlmqError if a read fails."""
+    """Return the SHA-256 of a file in hex, cached by path, inode, size and times. LlmqError if a
+    read fails."""
     with read_errors(path, LlmqError):
         status = os.stat(path)
         return _digest(

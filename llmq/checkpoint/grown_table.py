@@ -1,4 +1,4 @@
-"""Embeddings and LM heads of files with rows for new tokens."""
+"""Embeddings and LM heads from files, enlarged by rows for new tokens."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -9,8 +9,8 @@ from llmq.checkpoint.safetensors_file import FileTensor
 
 
 class GrownTable:
-    """A stored embedding or LM head, enlarged to `rows` rows; reads like a FileTensor. The new rows
-    [first, first + count) are the mean of the rows before `first`."""
+    """A stored embedding or LM head, enlarged to `rows` rows; reads like a FileTensor. Each new row
+    [first, first + count) is the mean of the rows before `first`."""
 
     def __init__(self, stored: FileTensor, rows: int, first: int, count: int):
         self.path, self.dtype, self._stored = stored.path, stored.dtype, stored

@@ -46,14 +46,14 @@ from llmq.text.tokenizer import Tokenizer
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
 
-# Buffers in old checkpoints that follow from config.json: causal masks, rotary frequencies.
+# Tensors in old models that config.json determines, such as causal masks and rotary frequencies.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
 _PREFIXES = {"language_model.": "", "model.language_model.": "model.", "backbone.": "model."}
-"""Prefixes of tensor names in files, each with our prefix. Published files of a model with other
-parts (vision tower) have the first one; transformers 5 may write the second. The third one is that
-of an architecture's files (`Architecture.file_prefix`)."""
+"""Prefixes of tensor names in files, each with our own prefix. Published files of a model with
+other parts (vision tower) have the first prefix, transformers 5 may write the second, and an
+architecture's own files have the third (`Architecture.file_prefix`)."""
 _KNOWN_PARTS = re.compile(r"(^|\.)(mtp|visual|vision\w*|audio\w*|multi_modal_projector)(\.|$)")
-"""Parts that many models have beside the language model."""
+"""Names of parts that many models have beside the language model."""
 SCORE_HEAD = "score.weight"
 
 
@@ -61,14 +61,14 @@ class HfWeights(Closing):
     """The tensors of a model directory: model.safetensors, else the files of the index. Threads may
     share an object.
 
-    Accepted are names without their first component ("wte.weight" for "transformer.wte.weight"),
-    and the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Quantized matrices read as
-    values. prefix: prefix of the language model's names in these files, see _PREFIXES, or "".
-    coded: quant_method, or None. After `check`: extra has the tensors by name that the language
-    model lacks; fused is True if the experts of a layer are one tensor.
+    Names may lack their first component ("wte.weight" for "transformer.wte.weight"), and files may
+    hold the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Quantized matrices are
+    read as their values. prefix: prefix of the language model's names in these files, see
+    _PREFIXES, or "". coded: quant_method, or None. After `check`, `extra` has the tensors, by name,
+    that the language model lacks, and `fused` is True if the experts of a layer are one tensor.
     """
 
-    asks = "config.json asks"  # for shapes, in messages
+    asks = "config.json asks"  # before a shape, in messages
 
     def __init__(self, directory: Path) -> None:
         """LlmqError if files are missing or damaged."""
@@ -93,8 +93,9 @@ class HfWeights(Closing):
         return self.prefix.endswith("language_model.")
 
     def source_model(self, name: str, revision: str | None = None) -> SourceModel:
-        """The source model of checked weights; keep the weights open while extra tensors are read.
-        name, revision: fields of SourceModel. Warns of tensors of unknown parts."""
+        """Return the source model; call `check` before, and keep this object open while extra
+        tensors are read. name, revision: fields of SourceModel. Warns of tensors of unknown
+        parts."""
         unknown = sorted(name for name in self.extra if not self._is_known_part(name))
         if unknown:
             warn(f"'{self._path}' holds {_list(unknown)}, which no model here has: exports keep it")
@@ -108,7 +109,7 @@ class HfWeights(Closing):
 
     @property
     def dtype(self) -> str:
-        """The dtype of most elements, without quantized matrices: "bf16", "fp32", or "fp16"."""
+        """The dtype of most elements outside of quantized matrices: "bf16", "fp32", or "fp16"."""
         sizes: Counter[str] = Counter()
         for tensor in self._where.values():
             sizes[tensor.dtype] += 0 if isinstance(tensor, CodedMatrix) else prod(tensor.shape)
@@ -116,7 +117,8 @@ class HfWeights(Closing):
 
     @property
     def kept_by(self) -> str | None:
-        """The --base-dtype that keeps the codes of most matrices; None without such codes."""
+        """The --base-dtype that can keep the codes of most quantized matrices; None without such
+        codes."""
         coded = [t.kept_by for t in self._where.values() if isinstance(t, CodedMatrix)]
         return max(coded, key=coded.count, default=None)
 
@@ -161,14 +163,14 @@ class HfWeights(Closing):
         return {key: FileTensor(file, key) for key in file.tensors}
 
     def _name(self, name: str) -> str | None:
-        """The name of a tensor in the files, maybe without the first component; None without the
-        tensor."""
+        """Return the name that a tensor has in the files, which may lack the first component; None
+        if the files lack the tensor."""
         short = name.partition(".")[2]
         return next((n for n in (name, short) if n in self._where), None)
 
     def _parts(self, param: Param) -> tuple[HfPart, ...]:
-        """The stored tensors of a parameter: Hugging Face's parts, one tensor of all experts, or
-        llm.q's one combined matrix."""
+        """Return the stored tensors of a parameter: Hugging Face's parts, or one tensor of all
+        experts, or llm.q's combined matrix."""
         if param.fused is not None and self._name(param.fused.name) is not None:
             return (param.fused,)
         if len(param.hf) > 1 and self._name(param.name) is not None:
@@ -179,7 +181,8 @@ class HfWeights(Closing):
         """LlmqError unless the files hold this model's tensors in the right shapes, and no other
         tensors in the model's modules.
 
-        Reads no weights, but for a tied model that stores an LM head too: both must be equal.
+        Weights are read only if a tied model also stores an LM head, which must equal the
+        embedding.
         """
         missing, used, names = [], set(), set()
         for param in (p for slab in table for p in slab.params):
@@ -213,8 +216,8 @@ class HfWeights(Closing):
         self._check_extra(unexpected, {_module_of(name) for name in {*names, SCORE_HEAD}})
 
     def claim(self, params: Iterable[Param]) -> None:
-        """Also read these parameters, whose tensors are among `extra`. LlmqError unless the files
-        hold them in the right shapes."""
+        """Let `read` also read these parameters, whose tensors are in `extra`. LlmqError unless the
+        files hold them in the right shapes."""
         for param in params:
             for part in (*param.hf, *([param.fused] if param.fused else ())):
                 if part.name in self.extra:
@@ -225,8 +228,8 @@ class HfWeights(Closing):
                 self._check_part(self._name(part.name), param, part)
 
     def replace_extra(self, param: Param, values: np.ndarray) -> None:
-        """Let `extra` have other values (of the parameter's shape) of a parameter that it has.
-        LlmqError if it has not."""
+        """Replace the values of a parameter in `extra`. values: in the parameter's shape. LlmqError
+        if `extra` lacks the parameter."""
         fused = param.fused if param.fused and param.fused.name in self.extra else None
         rows = param.by_row(values.astype(np.float32))
         for part in (fused,) if fused else param.hf:
@@ -250,7 +253,7 @@ class HfWeights(Closing):
         self.extra |= {self._own_names[name]: self._where.pop(name) for name in unexpected}
 
     def _is_known_part(self, name: str) -> bool:
-        """True for a tensor of a known part, or of an MTP layer behind the model's last one."""
+        """True for a tensor of a known part, or of an MTP layer behind the model's last layer."""
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         return bool(_KNOWN_PARTS.search(name) or (layer and layer[1] in self._predicting))
 
@@ -280,9 +283,9 @@ class HfWeights(Closing):
             )
 
     def read(self, param: Param) -> np.ndarray:
-        """A parameter in its shape, with zeros as padding: BF16 if stored as BF16, else F32. Rows
-        of new tokens come from their embedding or head unless stored separately. LlmqError for NaN
-        or infinity."""
+        """Return a parameter in its shape, with zeros as padding: BF16 if the file has BF16, else
+        F32. Rows of new tokens are read from the embedding or LM head unless the file has them
+        separately. LlmqError for NaN or infinity."""
         parts = [(part, self._name(part.name)) for part in self._parts(param)]
         if param.first_row is not None and parts[0][1] is None:
             return self._rows_of_table(param)
@@ -305,8 +308,8 @@ class HfWeights(Closing):
         return out
 
     def elements(self, param: Param, start: int, stop: int) -> np.ndarray:
-        """Elements [start, stop) of a matrix without padding, flat, as in `read`; reads only the
-        rows of these elements."""
+        """Return elements [start, stop) of a matrix without padding, in one dimension, in the dtype
+        of `read`. Only these elements' rows are read from the file."""
         columns, blocks = param.columns, []
         first, last = start // columns, -(-stop // columns)
         bf16 = True
@@ -323,8 +326,9 @@ class HfWeights(Closing):
         return rows.reshape(-1)[start - first * columns : stop - first * columns]
 
     def codes(self, part: HfPart, kept_by: str) -> dict[str, Iterator[np.ndarray]] | None:
-        """The tensors of a matrix's codes, in our order of rows; see `CodedMatrix.codes`. None
-        unless the file has codes that this --base-dtype keeps. LlmqError for NaN or infinity."""
+        """Return the tensors of a matrix's codes, in our order of rows; see `CodedMatrix.codes`.
+        None unless the file has codes that the --base-dtype `kept_by` can keep. LlmqError for NaN
+        or infinity."""
         name = self._name(part.name)
         stored = self._where.get(name)
         as_ours = not (part.transposed or part.experts or part.columns)
@@ -347,7 +351,8 @@ class HfWeights(Closing):
             )
 
     def digest(self, param: Param) -> str:
-        """SHA-256 of a parameter's stored tensors: names, dtypes, shapes and values, in hex."""
+        """Return the SHA-256 of a parameter's stored tensors (names, dtypes, shapes, values) in
+        hex."""
         digest = hashlib.sha256()
         for part in self._parts(param):
             tensor = self._where[self._name(part.name)]
@@ -365,8 +370,8 @@ class HfWeights(Closing):
 
 
 def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
-    """Names of the language model's tensors, each with its name in these files; and the prefix of
-    names in these files, "" for our own names."""
+    """Return our name -> name in the files for each of the language model's tensors, and the prefix
+    of the names in the files, "" if they are our own."""
     names = list(names)
     for prefix, own in _PREFIXES.items():
         stored = {own + n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
@@ -377,13 +382,15 @@ def _language_model(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def name_beside(prefix: str, name: str) -> str:
-    """The name of a language model's tensor in files. prefix: of HfWeights."""
+    """Return the name in files of a language model's tensor. prefix: HfWeights.prefix of the
+    files."""
     own = _PREFIXES.get(prefix)
     return name if own is None or not name.startswith(own) else prefix + name.removeprefix(own)
 
 
 def _module_of(name: str) -> str:
-    """The module of a tensor; for a tensor of a layer, the module that contains all layers."""
+    """Return the name of a tensor's module; for a tensor of a layer, the module that contains all
+    layers."""
     parts = name.split(".")
     layer = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
     return ".".join(parts[:layer])
@@ -398,7 +405,7 @@ def same_values(one: FileTensor, other: FileTensor) -> bool:
 
 
 def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
-    """The shape of a part of a parameter in a Hugging Face file."""
+    """Return the shape that a part of a parameter has in a Hugging Face file."""
     rows, columns = part.stop - part.start, param.row_shape
     columns = columns if part.columns is None else (part.columns,)
     if part.depthwise:
@@ -410,7 +417,7 @@ def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
 
 
 def _list(names: list[str]) -> str:
-    """The first three names, and the number of further ones, as text."""
+    """Return the first three names, and the number of further names, as text."""
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
@@ -423,9 +430,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 class StoredAs:
-    """The layout of parameters in exported files: Hugging Face's modules; constants are in F32.
+    """The layout of parameters in exported files: tensors of Hugging Face's modules, with constants
+    in F32.
 
-    fields: added to config.json. prefix, fused: as in HfWeights.
+    fields: fields to add to config.json. prefix, fused: see HfWeights.
     """
 
     fields: Mapping[str, Any] = {}
@@ -441,7 +449,7 @@ class StoredAs:
         return F32 if param.kind == "constant" else self.dtype
 
     def specs(self, param: Param) -> list[TensorSpec]:
-        """Names, dtypes and shapes of a parameter's tensors, in the order of the file."""
+        """Return names, dtypes and shapes of a parameter's tensors, in the order of the file."""
         dtype = self.dtype_of(param)
         return [
             TensorSpec(name_beside(self.prefix, p.name), dtype, stored_shape(param, p))
@@ -449,11 +457,12 @@ class StoredAs:
         ]
 
     def values(self, param: Param, values: np.ndarray) -> np.ndarray:
-        """The values that a reader of the file gets for a parameter with these values."""
+        """Return the values that a reader of the file gets for a parameter with these values."""
         return values.astype(self.dtype_of(param).numpy, copy=False)
 
     def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
-        """The tensors of a parameter, in the order of `specs`. values: in the parameter's shape."""
+        """Yield the tensors of a parameter, in the order of `specs`. values: in the parameter's
+        shape."""
         for part in self.parts(param):
             yield part.stored(self.values(param, param.by_row(values)[part.start : part.stop]))
 
@@ -473,12 +482,13 @@ def export_model(
 ) -> list[str]:
     """Write a directory that transformers loads; return the names of its files.
 
-    read(param): a parameter in its shape, F32 or BF16; called once per parameter, in table order.
-    dtype: F32 or BF16, of the written weights. tokenizer: a tokenizer to save, or a directory whose
-    tokenizer files are copied; AutoTokenizer makes the same ids. source: the initial model, whose
-    other files, fields and tensors go into the export. check: as in staged_export. stored: the
-    layout of parameters; None: StoredAs(dtype). origin: as in run_record. Files appear in out_dir
-    when all are on the disk. LlmqError if the disk is full or fails.
+    read(param): function that returns a parameter in its shape, F32 or BF16; called once per
+    parameter, in the order of the weight table. dtype: the written weights' dtype, F32 or BF16.
+    tokenizer: a tokenizer to save, or a directory whose tokenizer files are copied; AutoTokenizer
+    makes the same ids. source: the initial model, whose other files, fields and tensors go into the
+    export. check: see staged_export. stored: the layout of parameters; None: StoredAs(dtype).
+    origin: see run_record. Files appear in out_dir when all are on the disk. LlmqError if the disk
+    is full or fails.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     stored, names = StoredAs(dtype) if stored is None else stored, []
@@ -507,8 +517,8 @@ def export_model(
 
 
 def _generation_config(config: ModelConfig, source: SourceModel | None) -> dict[str, Any]:
-    """The content of generation_config.json: the special tokens; with a source that has such a
-    file, its fields and all EOS ids too."""
+    """Return the content of generation_config.json: the special tokens and, if the source has such
+    a file, the source's fields and EOS ids."""
     fields = None if source is None else source.generation_config(config)
     config = config.without_foreign_tokens()
     eos = config.eos_token_ids
@@ -522,15 +532,15 @@ def _generation_config(config: ModelConfig, source: SourceModel | None) -> dict[
 
 
 def _copied_spec(name: str, tensor: Any, dtype: DType) -> TensorSpec | CopiedSpec:
-    """Spec of an extra tensor: bytes are copied unchanged; quantized matrices become values in
-    dtype."""
+    """Return the spec of an extra tensor. Exports copy its bytes unchanged, but write a quantized
+    matrix as values in dtype."""
     if isinstance(tensor, CodedMatrix):
         return TensorSpec(name, dtype, tensor.shape)
     return CopiedSpec(name, tensor.dtype, tensor.shape, tensor.nbytes)
 
 
 def _copied(tensor: Any, dtype: DType) -> Any:
-    """The extra tensor in the form that write_safetensors takes for its spec."""
+    """Return an extra tensor in the form that write_safetensors takes for the tensor's spec."""
     if isinstance(tensor, CodedMatrix):
         return np.concatenate([values for _, values in tensor.pieces()]).astype(dtype.numpy)
     return tensor
@@ -542,8 +552,8 @@ def _write_weights(
     arrays: Iterator[Any],
     max_shard_bytes: int,
 ) -> dict[str, str]:
-    """Write tensors in the order of specs; return the SHA-256 of each file by name. arrays: as in
-    write_safetensors."""
+    """Write tensors in the order of specs; return the SHA-256 of each file by name. arrays: see
+    write_safetensors. max_shard_bytes: largest size of a file with several tensors."""
     shards: list[list[TensorSpec | CopiedSpec]] = [[]]
     filled = 0  # bytes of the last shard
     for spec in specs:

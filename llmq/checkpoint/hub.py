@@ -25,7 +25,7 @@ from llmq.options.presets import find_directory, hub_cache
 from llmq.text.tokenizer import HfTokenizer
 
 MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
-"""Parts of a repository: config.json and other files about the model; weights; tokenizer."""
+"""Parts of a repository: MODEL is config.json and other files about the model."""
 
 _DESCRIPTION = (CONFIG_FILE, GENERATION_FILE, MODELOPT_FILE, *PROCESSOR_FILES)
 BYTES = "bytes"
@@ -34,12 +34,13 @@ _ON = ("1", "on", "yes", "true")
 
 
 def is_hub_id(name: str) -> bool:
-    """True if a name can be a repository's, with or without @REVISION, and is no directory."""
+    """True if a name can be the name of a repository, with or without @REVISION, and is no
+    directory."""
     return _ID.fullmatch(name) is not None and not os.path.isdir(os.path.expanduser(name))
 
 
 def lacking(name: str, parts: Sequence[str]) -> str | None:
-    """The first part of a repository that the cache lacks; None if the cache has all of `parts`."""
+    """Return the first of `parts` that the cache lacks for a repository; None if it lacks none."""
     directory = find_directory(name)
     return next((p for p in parts if directory is None or not _has(directory, p)), None)
 
@@ -56,7 +57,8 @@ def _has(directory: Path, part: str) -> bool:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The file names in a weight index; [] for a damaged index, which HfWeights reports later."""
+    """Return the file names in a weight index; [] for a damaged index, which HfWeights reports
+    later."""
     try:
         names = {*read_json(index)["weight_map"].values()}
         return sorted(names) if all(Path(name).name == name for name in names) else []
@@ -65,7 +67,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def offer(flag: str, name: str, part: str) -> ConfigError:
-    """The error for a part that is not in the cache, without --download."""
+    """Return the error for a part that the cache lacks, in a run without --download."""
     of_part = "" if part == MODEL else f"the {part} of "
     return ConfigError(
         f"{flag}: {of_part}{name} is not on this machine (cache {hub_cache()}): add --download to "
@@ -76,7 +78,8 @@ def offer(flag: str, name: str, part: str) -> ConfigError:
 def download(flag: str, name: str, parts: Sequence[str]) -> None:
     """Download parts of a repository into the cache, all files of one commit; prints one line on
     standard error before. name: OWNER/NAME, or OWNER/NAME@REVISION instead of the newest commit.
-    ConfigError for a missing part (names flag), or if library, network or disk fail."""
+    flag: the option that needs the parts, for messages. ConfigError if the repository lacks a part,
+    or if library, network or disk fail."""
     hub = _library("--download")
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     name, _, revision = name.partition("@")
@@ -106,7 +109,7 @@ def download(flag: str, name: str, parts: Sequence[str]) -> None:
 
 
 def check_upload(name: str) -> None:
-    """ConfigError unless --push names a repository of the hub and its library is there."""
+    """ConfigError unless --push names a repository of the hub and huggingface_hub is installed."""
     if _ID.fullmatch(name) is None or "/" not in name or "@" in name:
         raise ConfigError(f"--push: {name!r} is no repository of the hub: give OWNER/NAME")
     _library("--push")
@@ -128,7 +131,8 @@ def upload(name: str, path: Path, files: Sequence[str]) -> None:
 
 
 def _library(flag: str) -> Any:
-    """The module huggingface_hub. ConfigError if the package is missing, in CI, or offline."""
+    """Return the module huggingface_hub. ConfigError if the package is missing, in CI, or offline.
+    flag: the option that needs the module, for messages."""
     if os.environ.get("CI", "").lower() in _ON:
         raise ConfigError(
             f"{flag}: not in CI (the variable CI is set), where a run must not depend on the "
@@ -144,8 +148,8 @@ def _library(flag: str) -> Any:
 
 
 def _files(flag: str, name: str, parts: Sequence[str], files: Sequence[str]) -> list[str]:
-    """The files to download first, from all `files` of the repository: for sharded weights only the
-    index. ConfigError if the repository lacks a part."""
+    """Return the files to download first, of all `files` of the repository; of sharded weights only
+    the index. ConfigError if the repository lacks a part."""
     wanted: list[str] = []
     for part in parts:
         patterns = {MODEL: _DESCRIPTION, TOKENIZER: HfTokenizer.FILES}.get(part)
@@ -179,9 +183,9 @@ def _mb(size: int) -> str:
 
 
 def find_tokenizer(name: str, fetch: bool) -> str:
-    """The folder of --tokenizer NAME: for a repository the folder in the cache, else `name` as it
-    is (`bytes`, a folder, an unknown name). fetch: True with --download. ConfigError if the
-    tokenizer is missing or the download fails."""
+    """Return the folder of --tokenizer NAME: for a repository its folder in the cache, else `name`
+    itself (`bytes`, a folder, an unknown name). fetch: True if --download is given. ConfigError if
+    the tokenizer is missing or the download fails."""
     if name == BYTES or not is_hub_id(name):
         if fetch:
             warn(f"--download has no effect: --tokenizer {name} is no name of the hub")
@@ -198,7 +202,7 @@ def find_tokenizer(name: str, fetch: bool) -> str:
 
 
 def _said(hub: Any, name: str, error: Exception) -> str:
-    """An exception of huggingface_hub as one line for the user."""
+    """Return an exception of huggingface_hub as one line for the user."""
     if isinstance(error, hub.errors.GatedRepoError):
         return f"{name} is gated: accept its terms on its page, then log in with `hf auth login`"
     if isinstance(error, hub.errors.RepositoryNotFoundError):

@@ -28,7 +28,7 @@ MANIFEST = "checkpoint.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint without tensors. Dictionaries contain JSON types only."""
+    """The content of a checkpoint without its tensors. Dictionaries contain only types of JSON."""
 
     model: ModelConfig
     loader: dict[str, Any]
@@ -60,10 +60,11 @@ class Manifest:
         base: BaseId | None = None,
         source: SourceModel | None = None,
     ) -> Manifest:
-        """The manifest of a run. Dictionaries are copied, so the run may continue meanwhile.
+        """Return the manifest of a run. Dictionaries are copied, so the run may change them later.
 
-        options: of all option groups, by field. made: the fields tokenizer and tokenizer_id. base:
-        base model of adapters. source: initial model of a whole model.
+        options: the options of all groups, by field. made: values of the fields tokenizer and
+        tokenizer_id. base: the adapters' base model. source: the initial model of a run that trains
+        a whole model.
         """
         saved = {
             name: str(value) if isinstance(value, Path) else value
@@ -83,12 +84,12 @@ class Manifest:
 
 
 class DamagedManifest(LlmqError):
-    """checkpoint.json is not what was written: no field of the file can be trusted."""
+    """checkpoint.json has changed since it was written: no field of the file can be trusted."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint.json. LlmqError if the file is missing or of another version;
-    DamagedManifest if the file is damaged."""
+    """Return the content of a checkpoint.json. LlmqError if the file is missing or has another
+    version; DamagedManifest if the file is damaged."""
     try:
         check_readable(path)
         document = json.loads(path.read_bytes())
@@ -126,8 +127,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def manifest_damage(path: Path) -> str | None:
-    """The reason why a checkpoint.json is damaged; None if the file is intact, missing, or cannot
-    be read."""
+    """Return the reason why a checkpoint.json is damaged; None if the file is intact, is missing,
+    or cannot be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return f"'{path}' is no file"
@@ -148,8 +149,8 @@ _FILE = {"name": str, "group": str, "rank": int, "bytes": int, "sha256": str}
 
 
 def _wrong_shape(document: dict[str, Any]) -> str | None:
-    """The first field that `CheckpointWriter` would not write so, as text for the user; None
-    without one. Called after the checksum has agreed."""
+    """Return a text for the user about the first field that `CheckpointWriter` cannot have written;
+    None if there is no such field. The checksum has been compared before."""
     problem = _wrong_types(document, _PARTS)
     if problem is not None:
         return problem
@@ -175,7 +176,8 @@ def _wrong_shape(document: dict[str, Any]) -> str | None:
 
 
 def _wrong_types(content: Any, types: dict[str, type]) -> str | None:
-    """The first field that is missing, of another type, or negative, as text; None without one."""
+    """Return a text about the first field that is missing, has another type, or is negative; None
+    if all fields are right. types: type of each field."""
     if not isinstance(content, dict):
         return f"a mapping with {', '.join(types)} is missing"
     for name, kind in types.items():
@@ -186,7 +188,7 @@ def _wrong_types(content: Any, types: dict[str, type]) -> str | None:
 
 
 def digest_of(document: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content, independent of JSON formatting, in hex."""
+    """Return the SHA-256 of a manifest's content in hex, independent of the JSON's formatting."""
     content = {key: value for key, value in document.items() if key != "sha256"}
-    content = json.loads(json.dumps(content))  # as a reader gets it: all keys are text
+    content = json.loads(json.dumps(content))  # as a reader gets the content: all keys are text
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -37,11 +37,12 @@ def merged_reader(
     base: Callable[[Param], np.ndarray],
     adapter: Callable[[Param], np.ndarray],
 ) -> Callable[[Param], np.ndarray]:
-    """A function that reads parameters of the merged model: adapted matrices in F32 with adapters
-    added, parts that were trained in full from `adapter`, all else from `base`.
+    """Return a function that reads parameters of the merged model: adapted matrices are F32 with
+    adapters added, parts that were trained in full come from `adapter`, all other parts from
+    `base`.
 
-    base, adapter: read a parameter of the weight table with adapters, in its shape. The function
-    raises ModelError for sums that are not finite.
+    base, adapter: functions that return a parameter of the weight table with adapters, in its
+    shape. The returned function raises ModelError for sums that are not finite.
     """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = {p.name: (p, slab) for slab in table for p in slab.params}
@@ -97,12 +98,13 @@ def as_kept(
     dtype: str | None,
     codes: Callable[[HfPart, str], object | None] = lambda part, dtype: None,
 ) -> Callable[..., np.ndarray]:
-    """A function that reads parameters as a run with --base-dtype computes with them: quantized and
-    dequantized, F32.
+    """Return a function that reads parameters with the values that a run with --base-dtype computes
+    with: quantized and dequantized, F32.
 
-    read: reads a parameter of a weight table in its shape. dtype: for None, bf16 and fp32 this
-    function returns `read` itself. codes: gives the codes of modules that a run does not encode,
-    as `HfWeights.codes`; these stay as `read` decodes them.
+    read: function that returns a parameter of a weight table in its shape. dtype: value of
+    --base-dtype; for None, bf16 and fp32 the result is `read` itself. codes: function like
+    `HfWeights.codes`; a module for which it returns codes keeps the values that `read` returns,
+    because a run keeps these codes.
     """
     if dtype not in QUANTIZED:
         return read
@@ -131,11 +133,12 @@ def open_merged(
     directory: Path,
     base_dtype: str | None = None,
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray]]]:
-    """The merged model and its merged_reader, for a checked model directory and adapters of it. The
+    """Yield the merged model and its merged_reader, for a checked model and its adapters. The
     merged model has the EOS ids of both.
 
-    name: of the base model, for messages. base_dtype: dtype of the frozen base weights; None: as in
-    the training of the adapters. LlmqError if model and adapters do not belong together.
+    name: the base model's name, for messages. weights: the base model. directory: the adapters.
+    base_dtype: dtype of the frozen base weights; None: the dtype in the adapters' training.
+    LlmqError if model and adapters do not belong together.
     """
     with AdapterFiles(directory) as files:
         if files.config.add_tokens is not None:
@@ -163,8 +166,9 @@ def _untied(model: ModelConfig, adapters: Adapters) -> ModelConfig:
 
 
 def _grown(model: ModelConfig, weights: HfWeights, directory: Path, tokens: str) -> ModelConfig:
-    """The model with rows for the new tokens (--add-tokens) of its adapters; enlarges `weights`.
-    directory: of the adapters, with the tokenizer that has the new ids."""
+    """Return the model with rows for the adapters' new tokens (--add-tokens), and enlarge
+    `weights`. directory: the adapters' directory, whose tokenizer has the new ids. tokens: value of
+    --add-tokens."""
     names = parse_tokens(tokens)
     first = look_into(directory, partial(_first_id, names=names))
     grown = replace(model, vocab_size=max(model.vocab_size, first + len(names)))
@@ -178,21 +182,23 @@ def _first_id(folder: Path, names: Sequence[str]) -> int:
 
 
 def tokenizer_folder(adapter: Path, directory: Path) -> Path:
-    """The folder of the tokenizer for a model with adapters: `adapter` if there is a tokenizer,
-    because its chat template is that of the training, else the model's `directory`."""
+    """Return the folder of the tokenizer for a model with adapters: `adapter` if it has a
+    tokenizer, because training used this one's chat template, else the model's `directory`."""
     whole = any((adapter / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     return adapter if whole else directory
 
 
 def source_of(name: str, weights: HfWeights, model: ModelConfig, *, text_only: bool) -> SourceModel:
-    """The source model of checked weights, with the files and tensors that go with `model`."""
+    """Return the source model of checked weights, with the files and extra tensors that an export
+    of `model` copies."""
     source = weights.source_model(name, revision_of(weights.directory))
     warn(*source.notes(model, text_only=text_only))
     return source.for_model(model, text_only=text_only)
 
 
 def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:
-    """The parameter as PEFT loads it: a copy in the adapter's file replaces the model's weights."""
+    """Return a parameter as PEFT loads it: a copy in the adapters' file replaces the model's
+    weights."""
     return (files if files.has(param) else weights).read(param)
 
 
@@ -206,10 +212,10 @@ def merge_adapter(
 ) -> list[str]:
     """Write the model with its adapters added in F32; return the names of the files.
 
-    base: a model directory or a cached repository. model_dtype: "bf16" or "fp32"; None: dtype of
-    the base. base_dtype: as in open_merged. text_only: leave out tensors that the language model
-    does not have. LlmqError if model and adapters do not belong together, or if out_dir holds a
-    model already.
+    base: a model directory or a cached repository. model_dtype: dtype to write, "bf16" or "fp32";
+    None: the base model's. base_dtype: see open_merged. text_only: leave out tensors that the
+    language model does not have. LlmqError if model and adapters do not belong together, or if
+    out_dir holds a model already.
     """
     with locked(lock_beside(out_dir.resolve()), "--out", out_dir):
         return _merge(base, adapter, out_dir, model_dtype, base_dtype, text_only)

@@ -32,7 +32,7 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.option_types import LORA_TARGETS, QUANTIZED
 from llmq.state.params import NEW_ROWS, PEFT_PREFIX, SLABS, Param, token_tables, weight_table
 
-# Fields of adapter_config.json with features of PEFT that llmq does not have.
+# Fields of adapter_config.json that turn on features of PEFT which llmq lacks.
 _UNKNOWN = ("layer_replication", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
@@ -42,11 +42,11 @@ _IN_WRAPPER = re.compile(r"\b(modules_to_save|original_module)\.(?=\w+$)")
 _OF_ADAPTED = re.compile(r"\.base_layer\.(?=(bias|weight)$)")
 TIED_HEAD = "lm_head.weight"
 BIASES = {"all": "biases", "lora_only": "adapted-biases"}
-"""Names of --train, by values of PEFT's `bias`."""
+"""Values of --train, by value of PEFT's `bias`."""
 PARTS = ("norms", "embeddings", "head")
-"""Parts that an adapter file may hold as copies, which were not trained."""
+"""Parts of the model of which an adapter file may hold untrained copies."""
 INSIDE = "model.language_model."
-"""Prefix in place of "model." for names of a language model beside other parts (vision tower)."""
+"""Prefix that replaces "model." in names of a language model with other parts (vision tower)."""
 _FUSED = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of a module of experts, in the order in which PEFT nests its wrappers."""
 _WRAPPED = ".base_layer"
@@ -57,10 +57,11 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of 
 class AdapterConfig:
     """Settings of adapters other than ranks, scalings and targets.
 
-    dropout: of LoRA inputs. base: name of the base model, or None. base_dtype: quantized dtype of
-    the frozen base weights; None: not quantized, or unknown. modules: suffixes of modules trained
-    in full (modules_to_save). add_tokens: value of --add-tokens. new_tokens: ids whose rows alone
-    are trained, by module; "" is the embedding. content: adapter_config.json as parsed JSON.
+    dropout: dropout rate of LoRA inputs. base: name of the base model, or None. base_dtype:
+    quantized dtype of the frozen base weights; None: not quantized, or unknown. modules: suffixes
+    of the names of modules trained in full (modules_to_save). add_tokens: value of --add-tokens.
+    new_tokens: for each module ("": the embedding), the ids of the only rows that are trained.
+    content: adapter_config.json as parsed JSON.
     """
 
     dropout: float
@@ -128,7 +129,7 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _parameters(content: Mapping[str, Any]) -> list[str]:
-    """target_parameters: names, or suffixes of names, of adapted parameters."""
+    """Return target_parameters: the names, or suffixes of names, of adapted parameters."""
     return [str(name) for name in content.get("target_parameters") or ()]
 
 
@@ -138,9 +139,10 @@ def _adapts(content: Mapping[str, Any], parameter: str) -> bool:
 
 
 def of_parameter(name: str, content: Mapping[str, Any]) -> str:
-    """llmq's name of an adapter's tensor. PEFT's names of adapters of experts have the wrapped
-    module, llmq's have the parameter: `experts.lora_A` becomes `experts.down_proj.lora_A`. Other
-    names stay. content: of adapter_config.json."""
+    """Return llmq's name of an adapter's tensor. For adapters of experts, PEFT's name has the
+    wrapped module, and llmq's name has the parameter: `experts.lora_A` becomes
+    `experts.down_proj.lora_A`. Other names stay. name: PEFT's name. content:
+    adapter_config.json."""
     module, lora, end = name.partition(".lora_")
     own = module.removeprefix(PEFT_PREFIX).removesuffix(_WRAPPED)
     fused = [each for each in _FUSED if _adapts(content, f"{own}.{each}")]
@@ -164,8 +166,8 @@ def by_module(name: str, adapted: Collection[str]) -> str:
 def _chosen(
     content: Mapping[str, Any], modules: Collection[str], found: Collection[str]
 ) -> set[str]:
-    """The modules, of `modules`, that PEFT adapts with this adapter_config.json. found: modules
-    with adapters in the file. Without single experts among these, the experts of a layer were one
+    """Return those of `modules` that PEFT adapts with this adapter_config.json. found: modules with
+    adapters in the file. If `found` has no single experts, the experts of a layer were one
     parameter, which PEFT does not adapt by names of modules."""
     if not any(".experts." in module for module in found):
         modules = [module for module in modules if ".experts." not in module]
@@ -218,11 +220,11 @@ def _new_tokens(ids: Any) -> dict[str, list[int]]:
 def with_additions(
     model: ModelConfig, directory: Path, adapter: AdapterConfig | None = None
 ) -> ModelConfig:
-    """The model with the additions that adapters in a directory need: new token ids, whose rows are
-    trained with the adapters, and a score head.
+    """Return the model with the additions that adapters in a directory need: new token ids, whose
+    rows are trained with the adapters, and a score head.
 
-    adapter: adapter_config.json; None: read here. LlmqError if the ids do not fit the model, are
-    not consecutive, or differ between embedding and LM head.
+    adapter: the directory's adapter_config.json; None: read the file. LlmqError if the ids do not
+    fit the model, are not consecutive, or differ between embedding and LM head.
     """
     adapter = read_adapter_config(directory) if adapter is None else adapter
     if adapter.content.get("task_type") == "SEQ_CLS" and not model.num_labels:
@@ -258,8 +260,9 @@ class AdapterFiles(HfWeights):
     """The tensors of a PEFT directory, by the names of the weight table.
 
     The file may hold copies of embedding and LM head that were not trained (PEFT's
-    save_embedding_layers). A part of which PEFT trained only some parameters counts as a copy too.
-    base: identity of the base model, or None. ends: EOS ids of the trained model; [] if unknown.
+    save_embedding_layers). If PEFT trained only some parameters of a part, the part also counts as
+    a copy. base: identity of the base model, or None. ends: EOS ids of the trained model; [] if
+    unknown.
     """
 
     asks = "the model asks"
@@ -270,7 +273,8 @@ class AdapterFiles(HfWeights):
         self._is_ours = self._agrees()
         record = json_object(directory / RUN_FILE) if self._is_ours else {}
         self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
-        # With PiSSA (older versions) base_dtype is of the remaining weights, not of the base.
+        # With PiSSA (older versions) base_dtype is the dtype of the remaining weights, not of the
+        # base.
         split = record.get("lora_init") == "pissa"
         tokens, ends = record.get("add_tokens"), record.get("eos_token_ids")
         self.config = replace(
@@ -296,14 +300,16 @@ class AdapterFiles(HfWeights):
             raise LlmqError(f"'{self.directory}' has no {ADAPTER_FILE}: copy it again")
         tensors = self._file(ADAPTER_FILE)
         self._check_names(tensors)
-        # save_embedding_layers repeats modules_to_save, with the weights before training too.
+        # With save_embedding_layers PEFT stores modules_to_save twice, once with the weights before
+        # training.
         twice = {name for name in tensors if _IN_WRAPPER.sub("", name) in tensors.keys() - {name}}
         own = {_own_name(name): x for name, x in tensors.items() if name not in twice}
         found = {of_parameter(name, self.config.content): x for name, x in own.items()}
         return found | (self._file(MTP_FILE) if (self.directory / MTP_FILE).is_file() else {})
 
     def _check_names(self, names: Iterable[str]) -> None:
-        """LlmqError for names of adapters by which PEFT would silently find no adapters."""
+        """LlmqError if names of adapters lack the prefix without which PEFT silently ignores
+        them."""
         wrong = [n for n in names if ".lora_" in n and not n.startswith(PEFT_PREFIX)]
         if wrong:
             raise LlmqError(
@@ -318,10 +324,11 @@ class AdapterFiles(HfWeights):
         return noted is None or digest_of_file(self.directory / ADAPTER_FILE) == noted
 
     def adapters(self, model: ModelConfig, named: tuple[str, ...] = ()) -> Adapters:
-        """The matrices of this model that the file adapts, and the parts that it trains in full.
+        """Return the matrices of this model that the file adapts, and the parts that were trained
+        in full.
 
-        named: parts to train even if the file has only copies of them. LlmqError if the file has no
-        adapters, or adapters of another model.
+        named: parts that count as trained even if the file has only copies of them. LlmqError if
+        the file has no adapters, or adapters of another model.
         """
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
         ahead = model.arch.mtp is not None and any(map(self.has, _params_of(model, MTP)))
@@ -381,8 +388,9 @@ class AdapterFiles(HfWeights):
         modules: dict[str, tuple[int | None, tuple[str, ...]]],
         train: tuple,
     ) -> Adapters:
-        """The adapters of these modules. modules: by name, the layer (None: embedding, LM head) and
-        the module's names in --lora-targets."""
+        """Return the adapters of these modules. modules: for each module's name, the layer (None:
+        embedding or LM head) and the module's names in --lora-targets. train: parts trained in
+        full."""
         content = self.config.content
         targets = {name for _, names in modules.values() for name in names}
         layers = sorted({layer for layer, _ in modules.values() if layer is not None})
@@ -413,8 +421,9 @@ class AdapterFiles(HfWeights):
         return any(module.endswith(self.config.modules) for module in modules)
 
     def unknown_base(self, model: str) -> list[str]:
-        """Warnings if the adapters may belong to another model: they name another base model, or
-        llmq.json describes other adapters. model: the name of the base model in use."""
+        """Return warnings if the adapters may belong to another model, because they name another
+        base model, or because llmq.json describes other adapters. model: name of the base model in
+        use."""
         name, lines = self.config.base, []
         if not self._is_ours:
             lines.append(
@@ -430,7 +439,7 @@ class AdapterFiles(HfWeights):
         return lines
 
     def check_adapters(self, model: ModelConfig, adapters: Adapters) -> None:
-        """LlmqError unless the file holds all trained parameters; besides only copies may exist."""
+        """LlmqError unless the file holds all trained parameters, and beside these only copies."""
         path, used = self.directory / ADAPTER_FILE, set()
         if model.tied_embeddings:
             table = _params_of(model, "embeddings")[0]
@@ -461,14 +470,15 @@ class AdapterFiles(HfWeights):
             )
 
     def _copies(self, model: ModelConfig, adapters: Adapters) -> list[tuple[str, Param]]:
-        """The copies in the file: (part, parameter) for parts of the model that are not trained."""
+        """Return the copies in the file, as (part, parameter), for parts of the model that are not
+        trained."""
         parts = [part for part in PARTS if part not in adapters.train]
         copies = [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
         return [(part, p) for part, p in copies if not ("biases" in adapters.train and p.is_bias)]
 
     def leave_copies(self, model: ModelConfig, adapters: Adapters, weights: HfWeights) -> None:
-        """Drop the copies, after comparing each with the model's weights; LlmqError if one differs.
-        weights: of the base model."""
+        """Drop the copies, after comparing each with the model's weights; LlmqError if a copy
+        differs. weights: the base model's weights."""
         other = {}
         for part, param in self._copies(model, adapters):
             copy, name = self.read(param), param.hf[0].name
@@ -497,8 +507,8 @@ class AdapterFiles(HfWeights):
 
 
 def _own_name(name: str) -> str:
-    """The name of a tensor in the weight table, from PEFT's name. Names of parts lose PEFT's
-    prefix, names of adapters keep the prefix, and the prefix of a wrapping model is left out."""
+    """Return a tensor's name in the weight table for PEFT's name. Names of parts lose PEFT's
+    prefix, names of adapters keep it, and all names lose the prefix of a wrapping model."""
     name = _OF_ADAPTED.sub(".", name)
     for inside, own in ((INSIDE, "model."), ("language_model.", "")):
         name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)
@@ -516,10 +526,12 @@ def _params_of(model: ModelConfig, part: str) -> list[Param]:
 
 
 def nested_name(name: str) -> str:
-    """The name of a tensor in a model with other parts (vision tower); the LM head's name stays."""
+    """Return the name that a tensor has in a model with other parts (vision tower); the LM head's
+    name stays."""
     return INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
-    """The second name that PEFT expects for a tied embedding: the LM head's; else ()."""
+    """Return the second name that PEFT expects for a tied embedding, the LM head's; () for any
+    other parameter."""
     return (TIED_HEAD,) if param.key == "embed" and model.tied_embeddings else ()

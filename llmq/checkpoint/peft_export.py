@@ -48,8 +48,9 @@ def export_adapter(
 ) -> list[str]:
     """Write a directory that PEFT loads; return the names of its files.
 
-    read: reads a parameter of the weight table with adapters in its shape, F32 or BF16. tokenizer,
-    check: as in export_model. origin: as in run_record. LlmqError if the disk is full or fails.
+    read: function that returns a parameter of the weight table with adapters in its shape, F32 or
+    BF16. tokenizer, check: see export_model. origin: see run_record. LlmqError if the disk is full
+    or fails.
     """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params, names = [p for slab in table if slab.name in trained for p in slab.params], []
@@ -140,10 +141,10 @@ def _number(alpha: float) -> float | int:
 def _targets(
     model: ModelConfig, adapters: Adapters, nested: bool
 ) -> tuple[list[str] | str, list[int] | None]:
-    """PEFT's target_modules and layers_to_transform. The latter is None if target_modules is a
-    regular expression, with which PEFT takes no layers.
+    """Return PEFT's target_modules and layers_to_transform. layers_to_transform is None if
+    target_modules is a regular expression, with which PEFT accepts no layers.
 
-    nested: True if other parts of the model have modules of the same names.
+    nested: True if the model has other parts, whose modules may have the same names.
     """
     targets, every = adapters.targets, adapters.layers == "all"
     names = target_modules(model, adapters)
@@ -163,8 +164,8 @@ def _targets(
 
 
 def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
-    """Names for PEFT's target_modules: the last component of a module's name if no other module
-    ends so, else the path in the layer."""
+    """Return names for PEFT's target_modules: the last component of a module's name if no unadapted
+    module has the same last component, else the module's path within the layer."""
     whole = replace(adapters, layers="all")
     every, chosen = (
         {
@@ -180,8 +181,8 @@ def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
 
 
 def _parameters(model: ModelConfig, adapters: Adapters, nested: bool) -> list[str]:
-    """PEFT's target_parameters, which cannot select layers: suffixes of names if all parameters
-    that end so are adapted, else full names."""
+    """Return PEFT's target_parameters, which cannot select layers: suffixes of names if all
+    parameters with these suffixes are adapted, else full names."""
     every, chosen = [], {m.fused.module for _, m in all_adapted(model, adapters) if m.fused}
     for layer in range(model.num_layers):
         fused = (matrix.fused for matrix in model.matrices(layer) if matrix.fused)

@@ -1,4 +1,4 @@
-"""The safetensors format: files read piece by piece, and written as a stream.
+"""The safetensors format: read files piece by piece, and write them as a stream.
 
     offset 0      uint64   n, length of the header
            8      JSON     {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"}
@@ -32,17 +32,17 @@ from llmq.base.files import open_file, read_errors
 from llmq.ref.common import row_blocks
 
 NUMPY_DTYPES = {d.label: d.numpy for d in DTYPES.values()} | {"F16": np.dtype(np.float16)}
-"""The NumPy type of each element type that can be read, by its name in the header."""
+"""The NumPy type of each readable element type, by the element type's name in the header."""
 
 HEADER_ALIGN = 64  # bytes: aligns tensors of a mapped file for vector loads
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 READ_BYTES = 1 << 30  # one read call transfers less than 2 GiB
-PIECE = 1 << 20  # elements per read: they stay in the processor's cache
+PIECE = 1 << 20  # elements per read: few enough for the processor's cache
 BYTES = 1 << 24  # bytes per read of a tensor that is copied unchanged
 
 
 class StoredTensor(NamedTuple):
-    """One header entry. offset: its first byte in the file."""
+    """One entry of the header. offset: position of the tensor's first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
 class SafetensorsFile:
     """An open safetensors file. Threads may share the file.
 
-    tensors: StoredTensor by name. metadata: the header's `__metadata__`, text by text.
+    tensors: StoredTensor by name. metadata: the header's `__metadata__`, a text for each key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,8 +102,8 @@ class SafetensorsFile:
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Elements [start, stop) of a tensor, flat, in the stored dtype. LlmqError for an unknown
-        dtype, or if the file cannot be read."""
+        """Return elements [start, stop) of a tensor, in one dimension and in the stored dtype.
+        LlmqError for an unknown dtype, or if the file cannot be read."""
         tensor = self.tensors[name]
         dtype = NUMPY_DTYPES.get(tensor.dtype)
         if dtype is None:
@@ -125,8 +125,8 @@ class SafetensorsFile:
         return out
 
     def byte_pieces(self, name: str) -> Iterator[np.ndarray]:
-        """The bytes of a tensor of any dtype, uint8, up to 16 MiB at a time. LlmqError if the file
-        cannot be read."""
+        """Yield the bytes of a tensor of any dtype, as uint8, up to 16 MiB at a time. LlmqError if
+        the file cannot be read."""
         stored = self.tensors[name]
         for start in range(0, stored.nbytes, BYTES):
             yield self._read_bytes(stored.offset + start, min(BYTES, stored.nbytes - start))
@@ -138,7 +138,7 @@ class SafetensorsFile:
 def open_foreign(path: Path) -> SafetensorsFile:
     """Open a file of another program. LlmqError as in SafetensorsFile, and if the library refuses
     the header: gaps, or dtypes and shapes that do not agree with offsets."""
-    file = SafetensorsFile(path)  # reads the header first, so that mapping it raises no SIGBUS
+    file = SafetensorsFile(path)  # checks the length, so that mapping raises no SIGBUS
     try:
         with read_errors(path, LlmqError), safe_open(path, framework="numpy"):
             return file
@@ -149,7 +149,7 @@ def open_foreign(path: Path) -> SafetensorsFile:
 
 
 class FileTensor:
-    """A tensor of an open file. path: of the file. name, dtype, shape: as in the header."""
+    """A tensor of an open file. path: the file's path. name, dtype, shape: values in the header."""
 
     def __init__(self, file: SafetensorsFile, name: str):
         stored = file.tensors[name]
@@ -157,23 +157,25 @@ class FileTensor:
         self.nbytes, self._file = stored.nbytes, file
 
     def flat(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Elements [start, stop), in the stored dtype. LlmqError if the file has become shorter."""
+        """Return elements [start, stop), in one dimension and in the stored dtype. LlmqError if the
+        file has become shorter."""
         return self._file.read(self.name, start, stop)
 
     def byte_pieces(self) -> Iterator[np.ndarray]:
-        """All bytes, uint8, up to 16 MiB at a time."""
+        """Return an iterator over all bytes, as uint8, up to 16 MiB at a time."""
         return self._file.byte_pieces(self.name)
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """All rows, a few at a time: the slice of rows, and the values in the stored dtype."""
+        """Yield all rows, a few at a time: the slice of rows, and the rows' values in the stored
+        dtype."""
         size = prod(self.shape[1:])
         for rows in row_blocks(self.shape[0], size, PIECE):
             values = self.flat(rows.start * size, rows.stop * size)
             yield rows, values.reshape(-1, *self.shape[1:])
 
     def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
-        """Rows [start, stop); transposed: columns [start, stop), returned as rows. The rows of a
-        tensor with three axes are counted through all experts."""
+        """Return rows [start, stop). transposed: True to return columns [start, stop) as rows. In a
+        tensor with three axes, rows (or columns) count through all experts."""
         inner, height = self.shape[-2:]
         if not transposed:
             return self.flat(start * height, stop * height).reshape(-1, height)
@@ -186,7 +188,8 @@ class FileTensor:
 
 
 def _stored_tensor(entry: dict[str, Any], data_start: int) -> StoredTensor:
-    """A header entry; KeyError, TypeError or ValueError where the entry is malformed."""
+    """Return an entry of the header, parsed. KeyError, TypeError or ValueError if the entry is
+    malformed."""
     begin, end = entry["data_offsets"]
     return StoredTensor(entry["dtype"], tuple(entry["shape"]), data_start + begin, end - begin)
 
@@ -207,7 +210,8 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
-        """The bytes of an array, uint8; ValueError unless dtype and shape are the spec's."""
+        """Yield the bytes of an array, as uint8; ValueError unless the array has the spec's dtype
+        and shape."""
         if array.dtype != self.dtype.numpy or array.shape != self.shape:
             raise ValueError(
                 f"write_safetensors: {self.name} must be {self.dtype} {list(self.shape)}, "
@@ -236,8 +240,8 @@ def write_safetensors(
 ) -> tuple[int, str]:
     """Write a whole file; return its size in bytes and its SHA-256 in hex.
 
-    arrays: the tensors in the order of specs, consumed one at a time; a CopiedSpec takes a
-    FileTensor. ValueError if an array has another dtype or shape than its spec.
+    arrays: the tensors in the order of specs, read one at a time; a FileTensor for each CopiedSpec,
+    else an array. ValueError if an array has another dtype or shape than its spec.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -252,7 +256,7 @@ def write_safetensors(
     text = text.ljust(-(-(8 + len(text)) // HEADER_ALIGN) * HEADER_ALIGN - 8)
     digest = hashlib.sha256(len(text).to_bytes(8, "little") + text)
     file.write(len(text).to_bytes(8, "little") + text)
-    with ThreadPoolExecutor(1) as beside:  # hashes what this thread writes, as slow as a disk
+    with ThreadPoolExecutor(1) as beside:  # hashes beside this thread's writes
         for spec, array in zip(specs, arrays, strict=True):
             for piece in spec.pieces(array):
                 hashed = beside.submit(digest.update, piece.data)

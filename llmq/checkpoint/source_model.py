@@ -1,9 +1,9 @@
-"""The source model of a run, from which its initial weights came: files, fields of config.json and
-extra tensors that exports copy from the folder of this model.
+"""The source model of a run, which gave the initial weights. Exports copy files, fields of
+config.json and extra tensors from this model's folder.
 
 FILES and FIELDS say how an export treats each file and each field of config.json. Extra tensors
-(vision tower, MTP layers) are copied byte by byte. A checkpoint holds the texts of the files, but
-of extra tensors only their number and their SHA-256.
+(vision tower, MTP layers) are copied byte by byte. A checkpoint holds the texts of the files; of
+the extra tensors it holds only the number and the SHA-256.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOKENIZER, LEFT_OUT = "of the tokenizer", "left out"
 
 
 class Fate(NamedTuple):
-    """Treatment of one file or config field of the source model by an export. what: a constant
-    such as MERGED. why: reason of the treatment."""
+    """How an export treats a file or a field of config.json of the source model. what: a constant
+    such as MERGED. why: the reason."""
 
     what: str
     why: str
@@ -57,17 +57,18 @@ FIELDS: dict[str, Fate] = {
     "dtype, torch_dtype": Fate(REWRITTEN, "the format of the written weights"),
     "*": Fate(MERGED, "a changed field is new; others stay, also of text_config, vision_config"),
 }
-"""Fate of a field of config.json, by name. --text-only leaves out fields of other parts, too."""
+"""Fate of a field of config.json, by name. With --text-only, exports also leave out fields of other
+parts."""
 
 _DTYPES = ("dtype", "torch_dtype")
 _MTP_FIELDS = ("mtp_*", "num_nextn_predict_layers")
 MAX_TEXT = 1 << 20
-"""Maximum bytes of a file that a checkpoint keeps."""
+"""Maximum bytes of a source model's file that a checkpoint keeps."""
 HASH_THREADS = 8
 
 
 def fate_of(name: str) -> Fate:
-    """The fate of a file with this name."""
+    """Return the fate of a file with this name."""
     return next(fate for pattern, fate in FILES.items() if fnmatch(name, pattern))
 
 
@@ -75,12 +76,12 @@ def fate_of(name: str) -> Fate:
 class SourceModel:
     """The folder of a model, without the weights that are trained.
 
-    name: as the user gave it. folder: absolute path. revision: commit at the hub, or None.
-    config: config.json. files: text by name of files that are copied or merged. prefix: prefix of
-    the language model's tensor names in a model with other parts, else "". fused: True if the
-    experts of a layer are one tensor. extra: open tensors by name that the language model does not
-    have. parts: the number of extra tensors by module. noted: SHA-256 of the extra tensors if these
-    are not open.
+    name: the model's name as the user gave it. folder: absolute path. revision: commit at the hub,
+    or None. config: content of config.json. files: texts, by name, of the files that exports copy
+    or merge. prefix: prefix of the language model's tensor names in a model with other parts, else
+    "". fused: True if the experts of a layer are one tensor. extra: open tensors, by name, that the
+    language model does not have. parts: the number of extra tensors in each module. noted: SHA-256
+    of the extra tensors if these are not open.
     """
 
     name: str
@@ -98,7 +99,8 @@ class SourceModel:
     def of(
         cls, name: str, revision: str | None, folder: Path, extra: Mapping[str, Any], **layout: Any
     ) -> SourceModel:
-        """The model in a folder. extra: open tensors, as the field. layout: prefix and fused."""
+        """Return the source model in a folder. extra, and `prefix` and `fused` in layout: see the
+        fields."""
         return cls(
             name=name,
             folder=str(folder.resolve()),
@@ -112,7 +114,8 @@ class SourceModel:
 
     @classmethod
     def of_record(cls, record: Any) -> SourceModel | None:
-        """The model of a checkpoint's record; None for None. LlmqError for a damaged record."""
+        """Return the source model in a checkpoint's record; None if record is None. LlmqError if
+        the record is damaged."""
         if record is None:
             return None
         try:
@@ -123,13 +126,14 @@ class SourceModel:
         return source
 
     def record(self) -> dict[str, Any]:
-        """JSON for a checkpoint; the first time reads all extra tensors."""
+        """Return the record for a checkpoint, as JSON. The first call reads all extra tensors."""
         names = ("name", "folder", "revision", "config", "files", "prefix", "fused", "parts")
         return {name: getattr(self, name) for name in names} | {"noted": self.sha256}
 
     @cached_property
     def sha256(self) -> str | None:
-        """SHA-256 of the extra tensors, names, dtypes and shapes included; None without any."""
+        """SHA-256 of the extra tensors with their names, dtypes and shapes; None without extra
+        tensors."""
         if self.noted is not None or not self.extra:
             return self.noted
         with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -159,7 +163,7 @@ class SourceModel:
         return wrapper is not None and self.config["architectures"] == [wrapper]
 
     def text_only(self) -> SourceModel:
-        """The language model alone: no extra tensors, nor fields or files of other parts."""
+        """Return the language model alone, without the other parts' tensors, fields and files."""
         arch, config = self._model.arch, self.config
         if self.has_parts:
             config = arch.text_config(config) | {"architectures": [arch.name]}
@@ -173,13 +177,14 @@ class SourceModel:
         return replace(self, **own, noted=None, extra={})
 
     def for_model(self, model: ModelConfig, *, text_only: bool) -> SourceModel:
-        """The source of an export of `model`: the language model alone if text_only is True, or if
-        the model has a score head, beside which other parts have no place."""
+        """Return the source for an export of `model`: only the language model if text_only is True
+        or `model` has a score head, with which other parts cannot be used."""
         text_only |= self.has_parts and model.num_labels > 0
         return self.text_only() if text_only and (self.has_parts or self.parts) else self
 
     def notes(self, model: ModelConfig, *, text_only: bool) -> list[str]:
-        """Warnings: --text-only has no effect, or a score head leaves other parts out."""
+        """Return warnings: that --text-only has no effect, or that a score head leaves other parts
+        out."""
         if text_only and not (self.has_parts or self.parts):
             return ["--text-only has no effect: the model has no other parts"]
         if not text_only and self.has_parts and model.num_labels:
@@ -187,8 +192,8 @@ class SourceModel:
         return []
 
     def config_json(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """config.json of `model` with weights stored as dtype ('bf16', 'fp32'): the source's, with
-        new values for fields that differ between the two models."""
+        """Return config.json for an export of `model` with weights of this dtype ('bf16', 'fp32'):
+        the source's fields, with new values where the two models differ."""
         before, after = self._model.to_hf(dtype), model.to_hf(dtype)
         whole = {name: value for name, value in self.config.items() if name not in FIELDS}
         dtypes = {name: after[name] for name in _DTYPES}
@@ -202,8 +207,8 @@ class SourceModel:
         return whole | changed | dtypes | {"text_config": inner | dtypes}
 
     def generation_config(self, model: ModelConfig) -> dict[str, Any] | None:
-        """generation_config.json of the source with all EOS ids of both; None if the source has no
-        such file, or holds no JSON object there."""
+        """Return the source's generation_config.json, with the EOS ids of source and model; None if
+        the source's file is missing or holds no JSON object."""
         if (fields := self._generation) is None:
             return None
         every = list(dict.fromkeys([*self.ends, *model.without_foreign_tokens().eos_token_ids]))
@@ -220,7 +225,8 @@ class SourceModel:
 
     @cached_property
     def _generation(self) -> dict[str, Any] | None:
-        """The JSON object in generation_config.json; None, with a warning, if this is damaged."""
+        """The JSON object in generation_config.json; None without the file, or, with a warning, if
+        the file is damaged."""
         if GENERATION_FILE not in self.files:
             return None
         try:
@@ -235,13 +241,15 @@ class SourceModel:
 
 
 def _part_of(name: str) -> str:
-    """The module that counts a tensor in `parts`: the first one or two parts of the name."""
+    """Return the module under which `parts` counts a tensor: the first component of the tensor's
+    name, or two after "model"."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "model" else 1])
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    """The files that an export copies or merges, without config.json: text by name."""
+    """Return the texts, by name, of the files that an export copies or merges, without
+    config.json."""
     texts = {}
     for name in (GENERATION_FILE, *PROCESSOR_FILES):
         path = folder / name
@@ -263,8 +271,8 @@ _ABSENT = object()
 def _changed(
     source: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The source's object with the values of `after` for fields that differ from `before`, and for
-    fields that the source lacks."""
+    """Return `source` with the values of `after` for fields in which `before` and `after` differ,
+    and for fields that `source` lacks."""
     out = dict(source)
     for name in dict.fromkeys([*before, *after]):
         old, new, there = (each.get(name, _ABSENT) for each in (before, after, source))
@@ -280,7 +288,7 @@ def _changed(
 
 
 def digest_of_tensor(name: str, tensor: Any) -> str:
-    """SHA-256 of a tensor's name, dtype, shape and bytes, in hex."""
+    """Return the SHA-256 of a tensor's name, dtype, shape and bytes, in hex."""
     digest = hashlib.sha256(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
     for piece in tensor.byte_pieces():
         digest.update(piece)

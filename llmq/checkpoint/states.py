@@ -9,8 +9,9 @@ one a run resumes from, rolls back to, or exports.
                 v         v
               (gone)    SPOILED                   any of these: DAMAGED, aside, deleted
 
-A checkpoint being written is called step_N.tmp and does not count yet. Later steps add a verdict,
-a note in the checkpoint (verdict.json). docs/checkpoints.md says how each state is used.
+A checkpoint being written is called step_N.tmp and does not count yet. After later steps the run
+adds a verdict, a note in the checkpoint (verdict.json). docs/checkpoints.md says how each state is
+used.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from llmq.options.groups.run import RunOptions
 from llmq.options.option_types import NEWEST
 from llmq.runtime.world import World
 
-PROVEN = 20  # good steps after a checkpoint that make it a good one
+PROVEN = 20  # number of good steps after which a checkpoint is good
 VERDICT = "verdict.json"
 
 
@@ -46,9 +47,9 @@ class State(StrEnum):
     """The state of a complete checkpoint."""
 
     UNPROVEN = "unproven"
-    """All later steps were good, but there are fewer than PROVEN of them."""
+    """All later steps were good, but they are fewer than PROVEN."""
     SUSPECT = "suspect"
-    """A bad step followed; PROVEN good steps after the bad one make the checkpoint GOOD."""
+    """A bad step followed. PROVEN good steps after the bad step will make the checkpoint GOOD."""
     GOOD = "good"
     """PROVEN good steps followed."""
     SPOILED = "spoiled"
@@ -59,8 +60,8 @@ class State(StrEnum):
 
 class Verdict(NamedTuple):
     """The verdict of later steps on a checkpoint. good: True if PROVEN good steps followed. steps:
-    number of good steps directly after the checkpoint. reason: of a verdict that is not good.
-    level: Guard.level of these steps; -1: the checkpoint can never become good."""
+    number of good steps directly after the checkpoint. reason: why the verdict is not good; else
+    "". level: Guard.level during these steps; -1: the checkpoint can never become good."""
 
     good: bool
     steps: int
@@ -73,7 +74,8 @@ class Verdict(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint on disk. whole: True if all files have their recorded sizes."""
+    """A checkpoint on disk. verdict: the verdict in its note, or None. whole: True if all files
+    have their recorded sizes."""
 
     path: Path
     verdict: Verdict | None
@@ -91,7 +93,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_verdict(checkpoint: Path) -> Verdict | None:
-    """The verdict on a complete checkpoint; None without a note, or with a damaged one."""
+    """Return the verdict on a complete checkpoint; None if the note is missing or damaged."""
     note = json_object(checkpoint / VERDICT)
     fields = values_of(note, steps=int, reason=str, level=int)
     return None if fields is None or "good" not in note else Verdict(note["good"] is True, *fields)
@@ -103,7 +105,7 @@ def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
 
 
 def kept_checkpoints(directory: Path, run: RunId) -> dict[int, Checkpoint]:
-    """The checkpoints of a run by step."""
+    """Return the checkpoints of a run by step."""
     own = own_checkpoints(directory, run).items()
     return {step: Checkpoint(path, read_verdict(path), looks_whole(path)) for step, path in own}
 
@@ -113,8 +115,8 @@ def kept_checkpoints(directory: Path, run: RunId) -> dict[int, Checkpoint]:
 
 
 class Proving:
-    """The checkpoints of a run whose state depends on coming steps: UNPROVEN and SUSPECT ones, and
-    those that are still being written.
+    """The checkpoints of a run whose state depends on coming steps: UNPROVEN and SUSPECT
+    checkpoints, and checkpoints that are still being written.
 
     followed: step of the newest checkpoint that a good step followed; None without one.
     """
@@ -124,11 +126,13 @@ class Proving:
         self._open: dict[int, Verdict | None] = {}  # by step
 
     def add(self, step: int, verdict: Verdict | None = None) -> None:
-        """Add a checkpoint that is not GOOD yet. verdict: its note; None for UNPROVEN."""
+        """Add a checkpoint that is not GOOD yet. verdict: the verdict in its note; None for
+        UNPROVEN."""
         self._open[step] = verdict
 
     def drop(self, step: int) -> bool:
-        """Remove a checkpoint, whose state is settled; False if it was not listed."""
+        """Remove a checkpoint, because its state is settled. Return False if the checkpoint was not
+        listed."""
         known = step in self._open
         self._open.pop(step, None)
         return known
@@ -140,8 +144,8 @@ class Proving:
             self.followed = max((saved for saved in self._open if saved < step), default=None)
 
     def mark_suspect(self, step: int, reason: str, level: int) -> dict[int, Verdict]:
-        """Apply a bad step: UNPROVEN checkpoints become SUSPECT. Returns their new verdicts by
-        step. level: Guard.level of the bad step."""
+        """Apply a bad step: UNPROVEN checkpoints become SUSPECT. Return the new verdicts by step of
+        the checkpoint. reason: why the step was bad. level: Guard.level of the bad step."""
         reason = f"step {step} was bad: {reason}"
         new = {
             saved: Verdict(False, step - saved, reason, level)
@@ -152,9 +156,10 @@ class Proving:
         return new
 
     def mark_good(self, step: int, last_bad: int, level: int) -> dict[int, Verdict]:
-        """Apply a good step: checkpoints with PROVEN good steps become GOOD, SUSPECT ones only if
-        Guard.level is that of their bad step. Returns the new verdicts by step. last_bad: the last
-        bad step before `step`."""
+        """Apply a good step: checkpoints with PROVEN good steps become GOOD, SUSPECT checkpoints
+        only if `level` is the level of their bad step. Return the new verdicts by step of the
+        checkpoint. last_bad: the last bad step before `step`. level: Guard.level of the good
+        step."""
         before = [saved for saved in self._open if saved <= step]
         self.followed = max(before, default=self.followed)
         settled = [saved for saved in before if step - max(saved, last_bad + 1) + 1 >= PROVEN]
@@ -170,9 +175,10 @@ class Proving:
 class Keep(NamedTuple):
     """The rule for the checkpoints of a run that stay.
 
-    newest: --ckpt-keep-n; 0 or less keeps all. major: steps that are multiples of `major`, if
-    positive, stay and are not counted. interval: with --guard rollback the interval of checkpoints
-    that a rollback returns to, else 0. first: first step of the stage; rollbacks return there too.
+    newest: value of --ckpt-keep-n; 0 or less keeps all. major: if positive, checkpoints whose steps
+    are multiples of `major` stay and are not counted. interval: with --guard rollback, the interval
+    of the checkpoints to which a rollback returns, else 0. first: first step of the stage, to which
+    rollbacks return, too.
     """
 
     newest: int
@@ -186,26 +192,27 @@ class Keep(NamedTuple):
         return cls(config.ckpt_keep_n, config.ckpt_major, interval, first)
 
     def minors(self, steps: Iterable[int]) -> list[int]:
-        """The steps that are not multiples of `major`."""
+        """Return those steps that are not multiples of `major`."""
         return [step for step in steps if self.major <= 0 or step % self.major]
 
 
 def outdated(
     checkpoints: Mapping[int, Checkpoint], keep: Keep, saved: int, spared: Collection[int] = ()
 ) -> list[int]:
-    """The steps of checkpoints that may be deleted, ascending.
+    """Return the steps of the checkpoints that may be deleted, ascending.
 
-    The keep.newest newest checkpoints stay; `saved`, written last, counts as the newest. SUSPECT,
-    SPOILED and DAMAGED ones are not counted: they go when keep.newest newer ones are there. These
-    stay too: the steps `spared`, the newest GOOD checkpoint of each level, and the UNPROVEN one
-    that will be GOOD next. With keep.interval, the newest GOOD checkpoint of the interval and all
-    UNPROVEN ones of the interval stay as well, however many extra saves there are.
+    The newest checkpoints stay, keep.newest in number; `saved`, the step written last, counts as
+    the newest. SUSPECT, SPOILED and DAMAGED checkpoints do not count: each goes when keep.newest
+    newer checkpoints are there. Also stay: the steps `spared`, the newest GOOD checkpoint of each
+    level, and the UNPROVEN checkpoint that will be GOOD next. With keep.interval, of the
+    checkpoints to which a rollback returns, the newest GOOD one and all UNPROVEN ones stay as well,
+    however many other saves there are.
     """
     if keep.newest <= 0:
         return []
     states = {step: checkpoint.state for step, checkpoint in sorted(checkpoints.items())}
     good = [step for step, state in states.items() if state is State.GOOD]
-    # Older checkpoints have a verdict, or are of steps from which no run continues.
+    # Older checkpoints have a verdict, or belong to steps from which no run continues.
     recent = range(saved - PROVEN + 1, saved + 1)
     unproven = [s for s, state in states.items() if state is State.UNPROVEN and s in recent]
     stay = {saved, *spared, *_maturing(good, unproven)}
@@ -224,13 +231,14 @@ def outdated(
 
 
 def _maturing(good: list[int], unproven: list[int]) -> set[int]:
-    """The newest good step, and the first unproven step after it."""
+    """Return the newest good step, and the first unproven step after the newest good one."""
     newest = max(good, default=-1)
     return {newest, min((step for step in unproven if step > newest), default=-1)} - {-1}
 
 
 def left_at_end(steps: list[int], keep: Keep) -> list[int]:
-    """The steps whose checkpoints are left at the end of a run without bad steps, without majors.
+    """Return the steps whose checkpoints are left at the end of a run without bad steps. Multiples
+    of keep.major are left out.
 
     steps: all steps at which the run saves, ascending.
     """
@@ -264,8 +272,8 @@ def find_checkpoint(
     passed: list[str] | None = None,
     world: World = World(),
 ) -> Path | None:
-    """The checkpoint that --continue names; None if there is no complete one. wanted: NEWEST, a
-    step in `directory`, or a path as in checkpoint_at. passed, world: as in checkpoint_at."""
+    """Return the checkpoint that --continue names; None if there is no complete one. wanted:
+    NEWEST, a step in `directory`, or a path. passed, world: see checkpoint_at."""
     if wanted.isdecimal():
         return world.on_first(lambda: list_checkpoints(directory)).get(int(wanted))
     if wanted == NEWEST:
@@ -276,13 +284,13 @@ def find_checkpoint(
 def checkpoint_at(
     path: Path, passed: list[str] | None = None, world: World = World()
 ) -> Path | None:
-    """The checkpoint at a path, or the checkpoint of a directory that a run resumes from; None for
-    a directory without checkpoints.
+    """Return the checkpoint at a path; for a directory of checkpoints, the one from which a run
+    resumes; None for a directory without checkpoints.
 
-    The order of preference in a directory: the newest whole UNPROVEN or GOOD checkpoint, the newest
-    SUSPECT or SPOILED one that a good step followed, the newest. passed: list that gets a line for
-    each newer checkpoint. LlmqError for a name with another step, or if no checkpoint is whole. All
-    processes of the world call this function.
+    In a directory the choice is the newest whole checkpoint that is UNPROVEN or GOOD; else the
+    newest whole one that a good step followed; else the newest whole one. passed: list that gets a
+    line for each checkpoint passed over. LlmqError if the step in a checkpoint's name is wrong, or
+    if no checkpoint is whole. All processes of the world call this function.
     """
     path = Path(os.path.expanduser(path))
     if world.on_first(lambda: is_complete(path)):
@@ -293,7 +301,8 @@ def checkpoint_at(
 
 
 def _newest_usable(checkpoints: dict[int, Path], passed: list[str], world: World) -> Path | None:
-    """Choose as checkpoint_at does. checkpoints: by step, the same on all processes."""
+    """Choose a checkpoint as checkpoint_at does. checkpoints: paths by step, the same in all
+    processes."""
     problems, bad = [], []
     for _, path in sorted(checkpoints.items(), reverse=True):
         problem = problem_of(path, world)
@@ -321,12 +330,12 @@ def _newest_usable(checkpoints: dict[int, Path], passed: list[str], world: World
 def newest_good(
     checkpoints: Mapping[int, Checkpoint], keep: Keep, last: int, world: World = World()
 ) -> Path | None:
-    """The newest whole checkpoint of the stage up to step `last` that a rollback returns to; None
-    without one.
+    """Return the newest whole checkpoint, of the stage and up to step `last`, to which a rollback
+    can return; None without one.
 
     A checkpoint counts if its step is a multiple of keep.interval and its state is GOOD; extra
-    saves do not count, because a run without interruption lacks them. The first checkpoint of a
-    later stage counts unless SPOILED. All processes of the world call this function.
+    saves do not count, because an uninterrupted run lacks them. The first checkpoint of a later
+    stage counts unless it is SPOILED or DAMAGED. All processes of the world call this function.
     """
     for step, checkpoint in sorted(checkpoints.items(), reverse=True):
         state = checkpoint.state
@@ -340,8 +349,8 @@ def newest_good(
 
 
 def exported_best(newest: Path) -> tuple[Path, BestValue] | None:
-    """The path and value of the best checkpoint, which a run exports; None if the run exports its
-    last checkpoint or has no best. newest: a checkpoint of the run, in the folder of all its
+    """Return path and value of the best checkpoint if the run exports it; None if the run exports
+    its last checkpoint or has no best. newest: a checkpoint of the run, in the folder of all its
     checkpoints."""
     document = read_manifest(newest / MANIFEST)
     if document["options"].get("export") == "last":

@@ -22,7 +22,7 @@ VERDICT = "verdict.json"
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by step, oldest first.
+    """Return the complete checkpoints in a directory by step, in ascending order.
 
     LlmqError if a checkpoint was renamed to another step, which would change the order.
     """
@@ -33,8 +33,9 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def checkpoints_by_name(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by the step in their names, ascending, and damaged
-    ones whose checkpoint.json is no regular file. LlmqError if the directory cannot be listed."""
+    """Return the complete checkpoints in a directory, by the step in the name, ascending. Damaged
+    checkpoints whose checkpoint.json is no regular file are included. LlmqError if the directory
+    cannot be listed."""
     checkpoints = {}
     for path in entries(directory):
         step = _named_step(path)
@@ -49,37 +50,41 @@ def _named_step(path: Path) -> int | None:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """Step and run of a complete checkpoint; {} if it is damaged."""
+    """Return step and run of a complete checkpoint as its manifest has them; {} if the manifest is
+    damaged."""
     try:
         run = read_manifest(path / MANIFEST)["run"]
     except DamagedManifest:
         return {}
-    except LlmqError:  # another version: step and run still hold
+    except LlmqError:  # another version: step and run are still valid
         run = json_object(path / MANIFEST).get("run")
     return run if isinstance(run, dict) and type(run.get("step", 0)) is int else {}
 
 
 def damaged_checkpoints(directory: Path) -> dict[Path, str]:
-    """The checkpoints in a directory whose checkpoint.json is damaged, each with the reason. Such
-    checkpoints belong to no run. LlmqError if the directory cannot be listed."""
+    """Return the checkpoints in a directory whose checkpoint.json is damaged, each with the reason.
+    Such checkpoints belong to no run. LlmqError if the directory cannot be listed."""
     steps = (path for path in entries(directory) if _named_step(path) is not None)
     reasons = {path: manifest_damage(path / MANIFEST) for path in steps}
     return {path: reason for path, reason in reasons.items() if reason is not None}
 
 
 def checkpoint_owner(path: Path) -> RunId | None:
-    """The run of a checkpoint; None if the checkpoint is damaged or names no run."""
+    """Return the id of the run that wrote a checkpoint; None if the checkpoint is damaged or names
+    no run."""
     return RunId.of(_recorded(path))
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step that a complete checkpoint records, whatever its name; 0 if it is damaged."""
+    """Return the step in a complete checkpoint's manifest, whatever its name says; 0 if the
+    manifest is damaged."""
     return _recorded(path).get("step", 0)
 
 
 def saved_options(document: dict[str, Any]) -> dict[str, Any]:
-    """The options of a checkpoint's run by field, with seed and order of its data as the loader
-    recorded them. Versions without --data-order shuffled packed and weighted files only."""
+    """Return the options of a checkpoint's run by field, with the seed and order of data that the
+    loader recorded. document: content of the manifest. Versions without --data-order shuffled only
+    packed and weighted files."""
     loader = document["data-loader"]
     if "seed" not in loader:
         return document["options"]
@@ -88,7 +93,8 @@ def saved_options(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved_log(path: Path) -> Path | None:
-    """The log file of a complete checkpoint's run; None if the manifest names none."""
+    """Return the log file of a complete checkpoint's run; None if the manifest names no log
+    file."""
     options = json_object(path / MANIFEST).get("options")
     log = options.get("log_file") if isinstance(options, dict) else None
     return Path(log) if isinstance(log, str) else None
@@ -119,7 +125,8 @@ _NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id", "new_to
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
-    """LlmqError if the checkpoint's weights would compute something else in this model."""
+    """LlmqError if this model would compute something else with the checkpoint's weights than the
+    checkpoint's own model."""
     now = asdict(model)
     changes = [
         f"{name} was {value}, now it is {now[name]}"
@@ -139,14 +146,15 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 def delete_old(directory: Path, run: RunId, steps: Collection[int]) -> list[Path]:
     """Delete a run's checkpoints of these steps, and leftovers of interrupted saves; return the
-    deleted directories. No save may be under way. Checkpoints of other runs, renamed ones and links
-    stay; a warning names a checkpoint that cannot be deleted."""
+    deleted directories. No save may be under way. Checkpoints of other runs, renamed checkpoints
+    and links stay; a warning names a checkpoint that cannot be deleted."""
     own = own_checkpoints(directory, run) if steps else {}
     return delete([*leftovers(directory), *(own[step] for step in steps if step in own)])
 
 
 def own_checkpoints(directory: Path, run: RunId) -> dict[int, Path]:
-    """The checkpoints of this run by step, damaged ones too, without renamed ones and links."""
+    """Return the checkpoints of this run by step, damaged ones included, but not renamed ones or
+    links."""
     checkpoints = {}
     for step, path in checkpoints_by_name(directory).items():
         recorded = {} if path.is_symlink() else _recorded(path)

@@ -5,8 +5,8 @@ read them.
                                          the first in the lowest bits, each code plus 1
     NAME.weight_scale  F32 (1,)          divisor of the codes: 1 / mean |w|
 
-Only checkpoints of runs with --matmul-dtype ternary are exported so: other weights are far from
-their codes.
+Only checkpoints of runs with --matmul-dtype ternary can have this format: other weights are far
+from their codes.
 """
 
 import re
@@ -30,12 +30,12 @@ from llmq.options.options import TrainConfig
 from llmq.ref.quantize.ternary import ternary_of
 from llmq.state.params import Param
 
-PACKED = 4  # codes in a byte
+PACKED = 4  # number of codes in a byte
 
 
 def ternary_run(source: Source, what: str) -> TrainConfig:
-    """The options of the source's run. what: for the error. LlmqError unless they are of ternary
-    training."""
+    """Return the options of the source's run. what: the option that needs codes, for the error.
+    LlmqError unless the run was ternary training."""
     config = None if source.manifest is None else saved_config(source.manifest)
     if config is None or config.matmul_dtype != "ternary":
         raise LlmqError(f"{what}: only checkpoints of runs with --matmul-dtype ternary have codes")
@@ -43,8 +43,8 @@ def ternary_run(source: Source, what: str) -> TrainConfig:
 
 
 def multiplied(source: Source) -> Callable[[Param], np.ndarray]:
-    """Return a function that reads the values that products multiply: rounded ones where training
-    rounded the source's weights, F32; else those of the source."""
+    """Return a function that reads the values that products multiply: rounded values, F32, of
+    parameters that training rounded; the source's values of all others."""
     if source.manifest is not None:
         config = saved_config(source.manifest)
         how = bitnet_fields(source.model, config.ternary_of, quantization_mode=ONLINE)
@@ -67,8 +67,8 @@ def multiplied(source: Source) -> Callable[[Param], np.ndarray]:
 
 
 class BitnetCodes(StoredAs):
-    """Layout with packed codes of rounded matrices, other tensors in dtype. keys: of rounded
-    matrices. fields: of config.json."""
+    """Layout with packed codes for rounded matrices, and dtype for other tensors. keys: keys of
+    rounded matrices. fields: fields of config.json."""
 
     def __init__(self, dtype: DType, keys: Collection[str], fields: Mapping[str, Any]):
         super().__init__(dtype)

@@ -22,7 +22,8 @@ CARD = "README.md"
 _MARK = "Written by `llmq export`."
 _LIBRARIES = {"hf": "transformers", "fp8": "transformers", "gguf": "gguf"}
 _LIBRARIES |= {"bitnet": "transformers"}
-# Options left out of the card: paths, which hold on one machine and may name a user, and prompts.
+# Options that the card leaves out: prompts, and paths, which are valid on one machine only and may
+# name a user.
 _PRIVATE = ("model", "adapter", "out_dir", "checkpoint_dir", "log_file", "train_file", "eval_file")
 _PRIVATE += ("eval_task", "scores", "sample_prompt", "tensorboard", "wandb", "prompts", "reward")
 _MARKUP = re.compile(r"([\\`*_\[\]<>|~$&:])")
@@ -30,7 +31,7 @@ _MARKUP = re.compile(r"([\\`*_\[\]<>|~$&:])")
 
 def write_card(folder: Path, source: Source, to: str, dtype: str, licence: str | None) -> list[str]:
     """Write README.md into the folder of an export; return [its name]. A README.md that llmq has
-    not written stays, with a warning, and [] is returned. to, dtype, licence: as in `card`."""
+    not written stays, with a warning, and [] is returned. to, dtype, licence: see `card`."""
     path = folder / CARD
     with suppress(FileNotFoundError, UnicodeDecodeError):
         if _MARK not in path.read_text("utf-8"):
@@ -41,8 +42,8 @@ def write_card(folder: Path, source: Source, to: str, dtype: str, licence: str |
 
 
 def card(source: Source, to: str, dtype: str, licence: str | None) -> str:
-    """The text of README.md. to: --format. dtype: dtype name of the weights. licence: identifier of
-    the hub, such as apache-2.0; None: the licence of the initial model."""
+    """Return the text of README.md. to: value of --format. dtype: name of the weights' dtype.
+    licence: the hub's name of a licence, such as apache-2.0; None: the initial model's licence."""
     config = None if source.manifest is None else saved_config(source.manifest)
     base = _base(source, config)
     head = {"license": licence} if licence else _licence(base, source)
@@ -61,7 +62,7 @@ def card(source: Source, to: str, dtype: str, licence: str | None) -> str:
 
 
 def _base(source: Source, config: TrainConfig | None) -> str | None:
-    """Name or path of the initial model, or of the base model of adapters; None if unknown."""
+    """Return name or path of the initial model, or of the adapters' base model; None if unknown."""
     hub, of_adapters = source.origin.get("hub"), source.origin.get("base")
     if hub is not None:
         return hub.name
@@ -73,7 +74,8 @@ def _base(source: Source, config: TrainConfig | None) -> str | None:
 
 
 def _licence(base: str | None, source: Source) -> dict[str, Any]:
-    """The licence fields in README.md of the source's folder or of its base model; {} without."""
+    """Return the licence fields of README.md in the source's folder or in its base model's; {} if
+    both lack them."""
     folders = [source.folder, find_directory(base) if base else None]
     for folder in (folder for folder in folders if folder is not None):
         with suppress(OSError, ValueError, yaml.YAMLError):
@@ -97,7 +99,8 @@ def _sizes(source: Source) -> str:
 
 
 def _training(source: Source, config: TrainConfig) -> str:
-    """Markdown with data, losses and options of the training, and the commands to repeat it."""
+    """Return Markdown with data, losses and options of the training, and the commands that repeat
+    the training."""
     rows = {"run": source.origin.get("run"), "step": source.step}
     rows["training data"] = ", ".join(Path(p).name for p in config.train_patterns)
     rows["tokenizer"] = source.origin.get("made")
@@ -115,7 +118,7 @@ def _training(source: Source, config: TrainConfig) -> str:
 
 
 def _plain_text(value: Any) -> str:
-    """A name from outside as one line of Markdown, with its markup escaped."""
+    """Return a text from outside as one line of Markdown, with its markup escaped."""
     return _MARKUP.sub(r"\\\1", printable(" ".join(str(value).split())))
 
 
@@ -124,8 +127,8 @@ def _plain(value: Any) -> Any:
 
 
 def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
-    """The last training loss and the last loss of each validation up to this step; {} without the
-    run's log."""
+    """Return the last training loss, and the last loss of each validation, up to this step; {}
+    without the run's log."""
     try:
         records = [r for r in read_log(Path(config.log_file)) if r["step"] <= step]
     except LlmqError:
@@ -137,7 +140,8 @@ def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
 
 
 def _best(source: Source) -> dict[str, Any]:
-    """A table row with metric and value, if the source is the run's best checkpoint; else {}."""
+    """Return a table row with metric and value if the source is the run's best checkpoint, else
+    {}."""
     best = source.manifest.state.get("history", {}).get("best")
     fields = values_of(best, metric=str, step=int, value=float) if best else None
     if fields is None or fields[1] != source.step:

@@ -24,7 +24,7 @@ SMALL = 1 << 31
 class ExportFormat:
     """Base class of the formats that `llmq export` writes; constructors take a format's options.
 
-    name: value of --format. dtypes: values of --dtype.
+    name: value of --format. dtypes: allowed values of --dtype.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ExportFormat:
         """LlmqError if the format cannot hold this source; called before files are written."""
 
     def occupied(self, out: Path) -> list[Path]:
-        """Files that an export to `out` would replace."""
+        """Return the files that an export to `out` would replace."""
         raise NotImplementedError
 
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
@@ -82,7 +82,7 @@ def _verify_adapters(source: Source, folder: Path) -> None:
 
 def write_model(source: Source, out: Path, stored: StoredAs, verify: bool | None) -> list[str]:
     """Write a model directory; return the names of its files. stored: the layout of parameters.
-    verify: as in ExportFormat.write."""
+    verify: see ExportFormat.write."""
     params, check = (p for slab in source.table for p in slab.params), None
     size = sum(spec.nbytes for param in params for spec in stored.specs(param))
     if verify or (verify is None and size <= SMALL):

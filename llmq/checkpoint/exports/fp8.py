@@ -1,9 +1,9 @@
 """Model directories with FP8 matrices in the format of compressed-tensors, for vLLM, and for
 transformers with the package compressed-tensors.
 
-A matrix has one scale, as in e4m3 training, which then has the same codes, or one scale per row.
-Matrices that llmq fuses (q, k and v) share a scale. Activations are scaled at run time (dynamic),
-or by the delayed scales of the training (static).
+A matrix has either one scale, as in e4m3 training, whose codes then are the same, or one scale per
+row. Matrices that llmq fuses (q, k and v) share a scale. Scales of activations are computed at run
+time (dynamic), or are the delayed scales of the training (static).
 """
 
 import re
@@ -29,14 +29,16 @@ from llmq.state.params import Param
 
 SCALES, ACTIVATIONS = ("tensor", "row"), ("dynamic", "static")
 _STRATEGY = {"tensor": "tensor", "row": "channel"}
-"""Names of `strategy` in compressed-tensors, by --scales."""
+"""Value of `strategy` in compressed-tensors, by value of --scales."""
 
 
 class Fp8Codes(StoredAs):
-    """Layout with the matrices of all layers as E4M3 codes and F32 scales, other tensors in dtype.
+    """Layout with E4M3 codes and F32 scales for the matrices of all layers, and dtype for other
+    tensors.
 
-    scales: "tensor" or "row". inputs: scale of a matrix's input, by block and key of the matrix;
-    None: dynamic scales. others: names of modules that stay unquantized, submodules included.
+    scales: one scale per "tensor" or per "row". inputs: the scale of each matrix's input, by block
+    and key of the matrix; None: dynamic scales. others: names of modules that stay unquantized,
+    submodules included.
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class Fp8Codes(StoredAs):
 
 
 def coded(values: np.ndarray, *, by_row: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize a matrix (rows, columns) as e4m3 training does. Returns E4M3 codes and F32 scales
-    (rows,), all equal unless by_row."""
+    """Quantize a matrix (rows, columns) as e4m3 training does. Return E4M3 codes (rows, columns)
+    and F32 scales (rows,), which are all equal unless by_row is True."""
     codes, largest = np.empty(values.shape, np.uint8), np.empty(len(values), np.float32)
     blocks = list(row_blocks(*values.shape))
     for rows in blocks:
@@ -165,8 +167,8 @@ class Fp8(ExportFormat):
 
 
 def _input_scales(source: Source) -> dict[tuple[str, str], float]:
-    """The delayed scale of each matrix's input, by block and key of the matrix. LlmqError if the
-    source is no checkpoint with delayed scales."""
+    """Return the delayed scale of each matrix's input, by block and key of the matrix. LlmqError if
+    the source is no checkpoint with delayed scales."""
     state = {} if source.manifest is None else source.manifest.state
     scales = {}
     for layer in range(source.model.num_layers):

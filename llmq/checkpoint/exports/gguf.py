@@ -40,22 +40,22 @@ from llmq.state.params import PEFT_PREFIX, Param
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 DTYPES |= {"tq2_0": "TQ2_0"}
-"""GGUF's names of tensor types, by --dtype."""
+"""GGUF's name of the tensor type, by value of --dtype."""
 _WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0, "TQ2_0": 1 / 2048}
-"""Largest quantization error, relative to the largest value of the block: half a step or a whole
-step, and rounding of the scale. MXFP4 is exact: its values come from MXFP4 codes. TQ2_0's
-values are ternary already, and the scale is rounded."""
-_BLOCK = 32  # values with one scale
-_PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
-_STILL = 1e30  # divisor of the frequency of channels that are not turned, as the converter has it
+"""Largest quantization error, relative to the block's largest value: half a step or a whole step,
+plus rounding of the scale. MXFP4 is exact, because the values come from MXFP4 codes. TQ2_0 only
+rounds the scale, because the values are ternary already."""
+_BLOCK = 32  # number of values that share a scale
+_PIECE = 1 << 18  # values that a thread encodes at once: few enough for its cache
+_STILL = 1e30  # divisor of the frequency of unrotated channels, as in the converter
 _ROPE_KINDS = (None, "linear", "llama3", "yarn", "proportional")
 _SUFFIXES = (".weight", ".bias", ".scale")
 _PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias",
           "ssm_conv1d.weight", "ssm_a", "ssm_d", "shortconv.conv.weight")  # fmt: skip
-"""Suffixes of the names of tensors that are F32 with every --dtype."""
+"""Suffixes of names of tensors that are F32 whatever --dtype is."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Tensors whose rows alternate in a parameter of all experts, by the parameter's name."""
+"""For the name of a parameter of all experts: the tensors whose rows alternate in the parameter."""
 _LORA = re.compile(r"\.lora_([AB])\.weight$")
 
 
@@ -69,8 +69,8 @@ def _library() -> Any:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the file. kind: GGUF's name of its type. made: computes its rows from the rows of
-    the parameter."""
+    """A tensor of the file. kind: GGUF's name of the tensor's type. made: function that computes
+    the tensor's rows from the parameter's rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -143,7 +143,8 @@ class Gguf(ExportFormat):
 
 
 def _lacks(model: ModelConfig) -> Iterator[str]:
-    """Properties of this model that llama.cpp's implementation of the architecture lacks."""
+    """Yield the properties of this model that llama.cpp's implementation of the architecture
+    lacks."""
     kind, scaling = kind_of(model), model.rope_scaling
     if not kind.heads and model.num_heads * model.head_dim != model.hidden_size:
         yield (
@@ -172,7 +173,7 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
 
 
 def _otherwise(model: ModelConfig) -> Iterator[str]:
-    """Warnings about small differences between this model and llama.cpp's implementation."""
+    """Yield warnings about small differences between this model and llama.cpp's implementation."""
     if model.sliding_window is not None and not kind_of(model).windows:
         window = model.sliding_window
         yield f"llama.cpp attends to all positions, where this model sees the last {window}"
@@ -183,7 +184,8 @@ def _otherwise(model: ModelConfig) -> Iterator[str]:
 
 
 def _not_of_adapters(source: Source, adapters: Adapters) -> str | None:
-    """The first feature of the adapters that a GGUF file of adapters lacks; None without one."""
+    """Return the first feature of these adapters that a GGUF file cannot hold; None if it can hold
+    all."""
     if adapters.train:
         return f"{', '.join(adapters.train)}, which were trained beside them"
     if adapters.dora:
@@ -202,7 +204,8 @@ def _windows(model: ModelConfig) -> list[bool]:
 
 
 def _own_scale(model: ModelConfig) -> float:
-    """llama.cpp's factor of attention scores; it recognizes Gemma 3 27B by its 62 layers."""
+    """Return llama.cpp's factor of attention scores. llama.cpp recognizes Gemma 3 27B by its 62
+    layers."""
     if (scale := kind_of(model).scale) is not None:
         return scale
     size = model.hidden_size // model.num_heads if model.num_layers == 62 else model.head_dim
@@ -223,8 +226,8 @@ def _params(source: Source) -> Iterator[Param]:
 
 
 class _Beside(NamedTuple):
-    """Tensors beside the language model, a tensor of the file, or one for each of several experts.
-    name: Hugging Face's, of all together."""
+    """Tensors beside the language model that form one tensor of the GGUF file: a single tensor, or
+    one for each expert. name: Hugging Face's name of them together."""
 
     name: str
     tensors: tuple[Any, ...]
@@ -243,8 +246,8 @@ class _Beside(NamedTuple):
 
 
 def _ahead(source: Source) -> list[_Beside]:
-    """The heads for multi-token prediction, if there is nothing else beside the model, and GGUF has
-    them."""
+    """Return the tensors of the heads for multi-token prediction; [] if there are others beside the
+    language model, or if GGUF has no such heads for this architecture."""
     began, first, found = source.began_as, source.model.num_layers, {}
     if source.adapters is not None or began is None or not kind_of(source.model).nextn:
         return []
@@ -259,7 +262,7 @@ def _ahead(source: Source) -> list[_Beside]:
 
 
 def _heads_ahead(source: Source) -> int:
-    """The number of these heads."""
+    """Return the number of heads for multi-token prediction."""
     return len({re.search(r"\d+", each.name)[0] for each in _ahead(source)})
 
 
@@ -293,12 +296,12 @@ def _tensors(source: Source, dtype: str) -> dict[Param | _Beside, list[_Tensor]]
 
 
 def _ternary(tensor: _Tensor) -> _Tensor:
-    """The tensor as codes, where blocks divide its rows."""
+    """Return the tensor with ternary codes if blocks of 256 divide its rows, else with F16."""
     return tensor._replace(kind="F16" if tensor.shape[-1] % 256 else "TQ2_0")
 
 
 def _made_of(model: ModelConfig, param: Param) -> Iterator[Made]:
-    """The tensors of a parameter in the file."""
+    """Yield the tensors that a parameter has in the file."""
     modules: dict[str, list[HfPart]] = {}
     for part in param.hf:  # parts of single experts are stacked into one tensor
         if (own := gguf_halves.made_of(model, param, part)) is not None:
@@ -314,7 +317,7 @@ def _made_of(model: ModelConfig, param: Param) -> Iterator[Made]:
 
 
 def _of_paired(param: Param, part: HfPart) -> Iterator[Made]:
-    """The tensors of a part whose rows alternate between them, each (experts, rows, ...)."""
+    """Yield the tensors, each (experts, rows, ...), between which the rows of a part alternate."""
     stem, _, last = part.name.removesuffix("_bias").rpartition(".")
     names, end = _TOGETHER[last], "bias" if part.name.endswith("_bias") else "weight"
     shape = (part.experts, -1, len(names), *param.row_shape)
@@ -335,19 +338,21 @@ def _made(rows: list[Callable], dimensions: int, values: np.ndarray) -> np.ndarr
 
 
 def _kind(name: str, shape: tuple[int, ...], *, dtype: str, source: Source) -> str:
-    """GGUF's type of a tensor, as llama.cpp's converter chooses it. name: GGUF's."""
+    """Return GGUF's type of a tensor, as llama.cpp's converter chooses it. name: the tensor's name
+    in GGUF. shape: the tensor's shape."""
     if len(shape) == 1 or name.endswith(_PLAIN):
         return "F32"
     if len(shape) == 3 and _keeps_codes(source):
         return "MXFP4"
     head = "token_embd.weight" if source.model.tied_embeddings else "output.weight"
     kind = "Q8_0" if dtype == "q4_0" and name == head else DTYPES[dtype]
-    kind = "F16" if kind == "TQ2_0" else kind  # but for matrices of blocks, see _ternary
+    kind = "F16" if kind == "TQ2_0" else kind  # _ternary gives rounded matrices TQ2_0
     return "F16" if kind in _WORST and shape[-1] % _BLOCK else kind
 
 
 def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """A function that computes the rows of a part's tensor from the rows of its parameter."""
+    """Return a function that computes the rows of a part's tensor from the rows of its
+    parameter."""
     to_pairs = kind_of(model).pairs and re.search(r"\.[qk]_proj\.(?!lora_A)", part.name)
     offset = model.arch.norm_offset and re.search(r"norm\.weight$", part.name)
 
@@ -364,8 +369,8 @@ def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray
 
 
 def _rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Divisors of rotary frequencies by tensor name, F32 (rotary channels / 2,), for scalings that
-    metadata cannot express; {} for the others."""
+    """Return divisors of rotary frequencies, F32 (rotary channels / 2,), by tensor name, for
+    scalings that metadata cannot express; {} for all others."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "proportional":
         half = model.heads_of(model.num_layers - 1).channels // 2
@@ -446,7 +451,7 @@ def _positions(writer: Any, model: ModelConfig) -> None:
 
 
 class _Data:
-    """Arrays to write; `tofile` raises the system's OSError, which NumPy's `tofile` does not."""
+    """Arrays to write. `tofile` raises the system's OSError; NumPy's `tofile` loses it."""
 
     def __init__(self, nbytes: int, pieces: Iterable[np.ndarray]):
         self.nbytes, self._pieces = nbytes, pieces
@@ -487,7 +492,7 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
 def _read_ahead(
     source: Source, params: Iterable[Param | _Beside]
 ) -> Iterator[tuple[Param | _Beside, np.ndarray]]:
-    """Parameters with their rows; a thread reads the next parameter meanwhile."""
+    """Yield the parameters with their rows, while a thread reads the next parameter."""
     with ThreadPoolExecutor(1) as reader:
         coming: list[tuple[Param | _Beside, Future[np.ndarray]]] = []
         for param in params:
@@ -523,15 +528,16 @@ def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _halves() -> np.ndarray:
-    """F16 value of each BF16 bit pattern, (65536,): a lookup takes a third of NumPy's rounding."""
+    """Return the F16 value of each BF16 bit pattern, (65536,). A lookup takes a third of the time
+    of NumPy's rounding."""
     with np.errstate(over="ignore"):
         every = np.arange(1 << 16, dtype=np.uint16).view(BF16.numpy)
         return every.astype(np.float32).astype(np.float16)
 
 
 def _mxfp4(values: np.ndarray) -> np.ndarray:
-    """MXFP4 blocks of F32 values, uint8 (blocks, 17): an exponent, then 16 bytes, each with a code
-    of the first 16 values in the lower bits and a code of the last 16 in the upper bits. The
+    """Return MXFP4 blocks of F32 values, uint8 (blocks, 17): an exponent and 16 bytes. Byte i has
+    the code of value i in the lower bits, and the code of value i + 16 in the upper bits. The
     package gguf needs ten times the memory, and wraps exponents of tiny numbers."""
     blocks = values.size // _BLOCK
     codes, out = np.empty((blocks, _BLOCK // 2), np.uint8), np.empty((blocks, 17), np.uint8)

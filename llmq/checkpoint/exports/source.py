@@ -61,7 +61,7 @@ class Source:
 
     @property
     def table(self) -> list[Slab]:
-        """The slabs to export: the whole model, or with adapters only trained slabs."""
+        """The slabs to export: all slabs of a model, or, of adapters, only the trained slabs."""
         table = weight_table(self.model, 1, self.adapters)
         if self.adapters is None:
             return [*table]
@@ -130,7 +130,7 @@ def _model(name: str, directory: Path, text_only: bool) -> Iterator[Source]:
 
 
 def _noted(directory: Path) -> dict[str, Any]:
-    """The origin recorded in a folder's llmq.json, as in run_record."""
+    """Return the origin that a folder's llmq.json records, as arguments of run_record."""
     run = RunId.of(json_object(directory / RUN_FILE).get("run"))
     return {"made": noted_tokenizer(directory), "run": run}
 
@@ -140,14 +140,15 @@ def _with_tokenizer(directory: Path) -> Path | None:
 
 
 def base_of(directory: Path) -> str:
-    """The name of the base model, as recorded with the adapters in a directory; LlmqError if none
-    is recorded, or if there is no such model."""
+    """Return the name of the base model that the adapters in a directory record; LlmqError if they
+    record none, or if there is no such model."""
     with AdapterFiles(directory) as files:
         return _base_of(directory, files, None)
 
 
 def _base_of(directory: Path, files: AdapterFiles, base: str | None) -> str:
-    """The name of the base model: `base`, or as the adapters record; LlmqError as in base_of."""
+    """Return the name of the base model: `base`, or the name that the adapters record. Errors: see
+    base_of."""
     name = base or files.config.base
     if name is None:
         raise LlmqError(f"'{directory}' does not say which model it adapts: give --base")
@@ -157,7 +158,7 @@ def _base_of(directory: Path, files: AdapterFiles, base: str | None) -> str:
 
 @contextmanager
 def _adapters(directory: Path, base: str | None) -> Iterator[Source]:
-    """Adapters alone; only config.json of the base model is read."""
+    """Yield adapters as a source; of the base model only config.json is read."""
     with AdapterFiles(directory) as files:
         if files.config.add_tokens is not None or files.config.new_tokens:
             raise LlmqError(f"'{directory}' brings rows of new tokens: add --merge")
@@ -201,9 +202,9 @@ def _merged(directory: Path, base: str | None, text_only: bool) -> Iterator[Sour
 
 
 def _chosen(where: Path) -> Path:
-    """The checkpoint at a path, or the best or newest checkpoint in a directory. One line on
-    standard error names the best checkpoint, because samples go to standard output. LlmqError
-    without a checkpoint."""
+    """Return the checkpoint at a path; in a directory, the best or newest checkpoint. A line on
+    standard error names the best checkpoint; standard output is for samples. LlmqError without a
+    checkpoint."""
     passed: list[str] = []
     path = checkpoint_at(where, passed)
     if path is None:
@@ -259,8 +260,9 @@ def _checkpoint(where: Path, force: bool, text_only: bool) -> Iterator[Source]:
 
 
 def _tokenizer_of(reader: CheckpointReader, folder: Path) -> Tokenizer | Path | None:
-    """The tokenizer of a checkpoint's run, from its own folder or from the checkpoint's copy, which
-    is written into `folder`. None without both, with a warning if the run had a tokenizer."""
+    """Return the tokenizer of a checkpoint's run, from the tokenizer's own folder, or from the
+    checkpoint's copy, which is written into `folder`. None if both are missing, with a warning if
+    the run had a tokenizer."""
     place = reader.manifest.tokenizer
     if place in (None, "bytes"):
         return ByteTokenizer() if place == "bytes" else None
@@ -278,7 +280,7 @@ def _whole(source: Source, reader: CheckpointReader) -> Source:
 
 
 def _adapted(source: Source, reader: CheckpointReader, read: Callable[..., np.ndarray]) -> Source:
-    """The source of a run that has trained adapters."""
+    """Return the source of a run that has trained adapters."""
     config = saved_config(reader.manifest)
     adapters, settings = adapters_of(config), AdapterConfig.of(config)
     reader.check(weight_table(source.model, 1, adapters), trained_slabs(adapters))
@@ -287,14 +289,14 @@ def _adapted(source: Source, reader: CheckpointReader, read: Callable[..., np.nd
 
 
 def saved_config(manifest: Manifest) -> TrainConfig:
-    """The options of a checkpoint's run; options that this version lacks are left out."""
+    """Return the options of a checkpoint's run, without options that this version lacks."""
     saved = {n: v for n, v in manifest.options.items() if n in OPTIONS}
     return TrainConfig(**saved).normalized()
 
 
 def saved_slabs(manifest: Manifest) -> list[Slab]:
-    """The slabs of the weight table that a checkpoint holds: all, or with adapters only trained
-    slabs."""
+    """Return the slabs of the weight table that a checkpoint holds: all slabs, or with adapters
+    only the trained slabs."""
     if manifest.base is None:
         return [*weight_table(manifest.model)]
     adapters = adapters_of(saved_config(manifest))
