@@ -1,33 +1,34 @@
-// expert_rows.cu -- rows sorted by the experts that they go to, and what comes back to each row.
+// expert_rows.cu -- rows sorted by the experts that they go to, and the experts' results per row.
 //
-// Row s has top_k choices, s * top_k + k. In a stable order by expert, order[r] is the choice at place
-// r, place its inverse, and starts[e] the place of expert e's first. It is made by a counting sort:
+// Row s has top_k choices, s * top_k + k. A stable counting sort orders the choices by expert:
+// order[r] is the choice at place r, place the inverse of order, and starts[e] the place of expert
+// e's first choice:
 //
-//   rows_count             counts the choices of each expert, by blocks of CHUNK of them
-//   rows_scan              adds the counts up, by experts, then blocks: where each one's start
-//   rows_place             each block places its own, of which its warps take 32 at a time
+//   rows_count             counts the choices of each expert in each block of CHUNK choices
+//   rows_scan              counts become the first place of each block's choices for each expert
+//   rows_place             each block places its choices; its warps take 32 at a time
 //   rows_gather            out[place[s, k]] = x[s]
 //   rows_combine           out[s] = sum over k of weights[s, k] * y[place[s, k]] [+ addend[s]]
-//   rows_combine_backward  at r = place[s, k]: d_weights[s, k] = d_y[r] . y[r]
+//   rows_combine_backward  at r = place[s, k]: d_weights[s, k] = dot product of d_y[r] and y[r],
 //                          d_y[r] *= weights[s, k], weighted[r] = weights[s, k] * y[r]
 //   rows_sum               d_sum[e] = or += the sum of weights[order[r]] * x[r], r in [starts[e],
 //                          starts[e + 1])
 //
 // Data     declared in llmq/ops/experts/expert_rows.py. addend may be out, weighted may be y.
 // Launch   256 threads. count, place: a block for each `chunk` = 2048 choices. scan: one block of
-//          1024. gather: a warp for 2 KiB of a row. combine: a warp for 256 columns of a row. combine_backward: a
-//          warp a choice. sum: (C / 256, E) blocks.
+//          1024. gather: a warp for 2 KiB of a row. combine: a warp for 256 columns of a row.
+//          combine_backward: a warp for each choice. sum: (C / 256, E) blocks.
 // Cost     gather: x read and out written once. combine: y read once, four rows
 //          in flight together. combine_backward: y and d_y read, d_y and weighted written once.
-// Needs    0 <= chosen < E <= 512; top_k at most 32. scalars' seed, step and micro_step, if a BF16 sum
-//          is added to.
+// Needs    0 <= chosen < E <= 512; top_k at most 32. scalars' seed, step and micro_step, if the
+//          kernel adds to a BF16 sum.
 #include "common.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int THREADS = 256, WARPS = THREADS / 32, SCAN_THREADS = 1024;
-constexpr int MOST = 512;                     // experts
-constexpr int CHUNK = 2048, OWN = CHUNK / WARPS;  // choices of a block and of a warp
-constexpr int WIDTH = 8, SLICE = 32 * WIDTH;  // columns of a lane and of a warp
+constexpr int MOST = 512;                     // most experts
+constexpr int CHUNK = 2048, OWN = CHUNK / WARPS;  // choices per block and per warp
+constexpr int WIDTH = 8, SLICE = 32 * WIDTH;  // columns per lane and per warp
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 rows_count(i32* __restrict__ counts, const i32* __restrict__ chosen, i32 n, i32 E, i32 chunk) {
@@ -43,7 +44,7 @@ rows_count(i32* __restrict__ counts, const i32* __restrict__ chosen, i32 n, i32 
     for (int e = threadIdx.x; e < E; e += THREADS) { counts[(i64)blockIdx.x * E + e] = count[e]; }
 }
 
-// A thread has an expert.
+// One thread for each expert.
 extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
 rows_scan(i32* __restrict__ starts, i32* __restrict__ counts, i32 blocks, i32 E) {
     __shared__ i32 of_warp[32];
@@ -79,7 +80,7 @@ rows_scan(i32* __restrict__ starts, i32* __restrict__ counts, i32 blocks, i32 E)
 extern "C" __global__ void __launch_bounds__(THREADS)
 rows_place(i32* __restrict__ order, i32* __restrict__ place, const i32* __restrict__ chosen,
            const i32* __restrict__ counts, i32 n, i32 E, i32 chunk) {
-    __shared__ i32 next[WARPS][MOST];  // of each warp: how many of an expert it has; then their place
+    __shared__ i32 next[WARPS][MOST];  // number of a warp's choices by expert, then their places
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 first = (i64)blockIdx.x * CHUNK + warp * OWN;
     for (int e = lane; e < E; e += 32) { next[warp][e] = 0; }
@@ -119,11 +120,11 @@ rows_place(i32* __restrict__ order, i32* __restrict__ place, const i32* __restri
     }
 }
 
-// A warp reads 2 KiB of a row once, and writes them to all of the row's places.
+// A warp reads 2 KiB of a row once, and writes these bytes to all of the row's places.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rows_gather(Q* __restrict__ out, const Q* __restrict__ x, const i32* __restrict__ place, i32 rows,
             i32 C, i32 top_k) {
-    constexpr int UNITS = 4;  // of a lane, 16 bytes each
+    constexpr int UNITS = 4;  // units of 16 bytes per lane
     const int units = C * (int)sizeof(Q) / 16, pieces = (units + 32 * UNITS - 1) / (32 * UNITS);
     const i64 warp = (i64)blockIdx.x * WARPS + threadIdx.x / 32, s = warp / pieces;
     if (s >= rows) { return; }
@@ -156,7 +157,7 @@ rows_combine(T* out, const T* __restrict__ y, const i32* __restrict__ place,
     const float weight = weights && lane < top_k ? weights[s * top_k + lane] : 1.0f;
     float sum[WIDTH];
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) { sum[i] = -0.0f; }  // changes nothing that is added to it
+    for (int i = 0; i < WIDTH; ++i) { sum[i] = -0.0f; }  // adding -0 changes no number
     for (int first = 0; first < top_k; first += AT_ONCE) {
         Pack<T, WIDTH> part[AT_ONCE];
 #pragma unroll
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 rows_sum(G* d_sum, const T* __restrict__ x, const f32* __restrict__ weights,
          const i32* __restrict__ order, const StepScalars* __restrict__ scalars,
          const i32* __restrict__ starts, i32 C, i32 E, i32 accumulate, u32 salt) {
-    __shared__ float partial[WARPS][SLICE];  // the sums of a warp's rows, every eighth
+    __shared__ float partial[WARPS][SLICE];  // each warp's sums, of every eighth row
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.y;
     const int first = blockIdx.x * SLICE, column = first + lane * WIDTH;
     const int start = starts[e], end = starts[e + 1];

@@ -1,12 +1,12 @@
 // expert_scale.cu -- trained factors of experts.
 //
 //   forward    out[i] = weights[i] * scale[chosen[i]]
-//   backward   d_scale[e] = sum of d[i] * weights[i], then d[i] *= scale[e], for the choices i of e,
-//              which are order[r], r in [starts[e], starts[e + 1])
+//   backward   d_scale[e] = sum of d[i] * weights[i], then d[i] *= scale[e], for the choices i of
+//              expert e, i = order[r] with r in [starts[e], starts[e + 1])
 //
 // Data     declared in llmq/ops/experts/expert_scale.py.
-// Launch   256 threads. forward: a thread a choice. backward: a block an expert.
-// Cost     what is given is read once, what results written once. Sums have a fixed order.
+// Launch   256 threads. forward: a thread for each choice. backward: a block for each expert.
+// Cost     inputs read once, results written once. Sums have a fixed order.
 // Needs    0 <= chosen < E.
 #include "common.cuh"
 

@@ -1,23 +1,24 @@
-// grouped.cu -- products of rows sorted by expert with the matrix of their expert.
+// grouped.cu -- products of rows, sorted by expert, with the matrices of the experts.
 //
 //   grouped_product   out[r] = x[r] @ w[e]^T (TRANS_B = 1) or x[r] @ w[e], + bias[e] + addend[r];
-//                     of fp8 codes the product times scale_x * scale_w
-//   grouped_gradient  d_w[e] = or += d_y^T @ x over the rows of e, rounded before it is added
+//                     with FP8 codes the product is multiplied by scale_x * scale_w
+//   grouped_gradient  d_w[e] = or += d_y^T @ x over the rows of e; the product is rounded first
 //
 // Expert e has rows [starts[e], starts[e + 1]); only the device knows the number of its rows. The
 // product has as many blocks as run at the same time. Each block takes every gridDim.x-th tile of
-// all experts' tiles, and counts the tiles itself, 32 experts at a time. Consecutive tiles of an
+// all experts' tiles, and finds its tiles in starts, 32 experts at a time. Consecutive tiles of an
 // expert go down the rows first, so that concurrent tiles share columns of the expert's matrix in
 // the L2 cache. The gradient has a block for each tile of each expert's matrix.
 //
 // Data     declared in llmq/ops/experts/grouped.py. starts ascends from 0 to R; null: one expert
 //          has all rows. addend may be out. HALF: sums of 64 products are in half precision, see
 //          product_sm80.cuh.
-// Launch   128 threads, of codes 256; STAGES * 16 KiB of dynamic shared memory. product: any number of blocks;
-//          gradient: one for each 128 x 128 of d_w.
+// Launch   128 threads, with codes 256; STAGES * 16 KiB of dynamic shared memory. product: any
+//          number of blocks; gradient: a block for each 128 x 128 of d_w.
 // Cost     2 R N K FLOPs. A tile reads 128 rows of both operands. A partly filled tile costs as
-//          much as a full one, which wastes half a tile for each expert on average.
-// Needs    compute capability 8.0, of fp8 8.9. scalars' seed, step and micro_step, if a BF16 sum is added to.
+//          much as a full tile, which wastes half a tile for each expert on average.
+// Needs    compute capability 8.0, with codes 8.9. scalars' seed, step and micro_step, if the
+//          kernel adds to a BF16 gradient.
 #include "common.cuh"
 
 #ifndef STAGES  // compiled for another entry
@@ -37,9 +38,9 @@ constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr bool CODES = sizeof(A) == 1;
 using Forward = Sm80Mainloop<A, 2, CODES ? 4 : 2, CODES ? 32 : 64, STAGES, false, !TRANS_B, B, HALF>;
 using Gradient = Sm80Mainloop<T, 2, 2, 64, STAGES, true, true>;
-constexpr int TILE = Forward::ROWS;  // as many columns
+constexpr int TILE = Forward::ROWS;  // rows of a tile, and columns
 
-// Rows [row, end) of all and columns from `column` on, of one expert.
+// Rows [row, end), counted over all experts, and TILE columns from `column` on, of one expert.
 struct Tile {
     int expert, row, end, column;
 };
@@ -48,8 +49,8 @@ struct Tile {
 struct Tiles {
     const i32* starts;
     int R, E, across;
-    int first = 0;   // first of the 32 experts counted last
-    i64 before = 0;  // tiles of those before it
+    int first = 0;   // first of the 32 experts looked at last
+    i64 before = 0;  // tiles of the experts before `first`
 
     // Find tile `number`; false if there are fewer tiles.
     __device__ __forceinline__ bool find(i64 number, Tile& tile) {

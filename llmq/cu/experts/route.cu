@@ -1,31 +1,31 @@
-// route.cu -- routers of experts: choice and weights, their gradients, and what keeps a balance.
+// route.cu -- routers of experts: choice and weights, their gradients, and balancing losses.
 //
 // With p = softmax(l) of a row of logits and s = p, or with BY_SIGMOID = 1 s = sigmoid(l):
 //
-//   route           chosen = the top_k largest s + bias, of equal ones the lowest number, NaN last;
-//                   with GROUPS > 1 those of ACTIVE_GROUPS groups of neighbours, which have the
-//                   largest scores: the largest of a group's experts, with BY_SIGMOID = 1 the sum
-//                   of the two largest
+//   route           chosen = the experts of the top_k largest s + bias, the lowest expert first
+//                   where sums are equal, NaN last. With GROUPS > 1 only experts of the
+//                   ACTIVE_GROUPS groups of neighbours with the largest scores. A group's score is
+//                   its largest s + bias, with BY_SIGMOID = 1 the sum of the two largest.
 //                   weights = scale * s[chosen] (RENORMALIZE = 1: / the sum of s[chosen])
-//   route_backward  d_logits of these, and with FACTORS = 1 of two losses:
+//   route_backward  d_logits from d_weights, and with FACTORS = 1 from the two losses:
 //                   p * (f - sum of f p) + p * lse * f[E], f: factors
-//   route_balance   both losses of all layers, their factors, what is told beside them, and the sums
-//                   into totals
+//   route_balance   both losses over all layers, their factors, the mean entropy and the largest
+//                   load; adds sums to totals and clears sums
 //
-// A warp has a row, each lane every 32nd logit. The largest is found by keys, integers that are
-// ordered as the numbers are, so that equal numbers are equal and NaN has a place.
+// A warp has a row, each lane every 32nd logit. The warp compares keys, integers in the order of
+// the numbers: both zeros have the same key, and NaN has the lowest.
 //
-// Sums over rows are of integers: blocks add theirs with atomics, and no order changes a bit. Of a
-// layer (SUMS = 1), they are rows by expert (E), probabilities by expert (E) in 2^-32, rows, entropies
-// in 2^-32, squares of log-sum-exp in 2^-20, and rows whose logits are not finite. Sums and losses
-// leave out filler: rows whose target is FILLER.
+// Sums over rows are integers: blocks add to them with atomics, and the order changes no bit. The
+// sums of a layer (SUMS = 1): rows by expert (E), probabilities by expert (E) in units of 2^-32,
+// number of rows, entropies in 2^-32, squares of log-sum-exp in 2^-20, and number of rows whose
+// logits are not finite. Sums and losses leave out filler: rows whose target is FILLER.
 //
 // Data     declared in llmq/ops/experts/route.py. of_experts is added to d_weights at chosen
-//          experts. targets null: no row is filler. by null: all are 1. PER_LANE: E / 32, rounded
-//          up.
-// Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
-//          route_balance: one block of 256 threads.
-// Cost     logits read once; top_k steps of a few instructions and two reductions of a warp.
+//          experts. targets null: no row is filler. by: weights of rows; null: all are 1. PER_LANE:
+//          E / 32, rounded up.
+// Launch   route, route_backward: 256 threads; a block takes 8 rows at a time, and route loops over
+//          further rows. route_balance: one block of 256 threads.
+// Cost     logits read once; top_k steps of a few instructions and two warp reductions each.
 // Needs    top_k at most 32 and E, E at most 512; GROUPS at most 32, a divisor of E.
 // Source   arXiv:2412.19437, 2.1.2 (sums of two); arXiv:2405.04434, 2.2.2 (groups);
 //          arXiv:2101.03961, eq. 4 to 6 (load balance); arXiv:2202.08906, eq. 5 (z-loss).
@@ -49,28 +49,29 @@
 
 constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr int WARPS = 8;
-constexpr int EXTRA = 4;      // sums behind those by expert
+constexpr int EXTRA = 4;      // sums after the two by expert
 constexpr int FILLER = -101;  // FILLER_TARGET of llmq/base/batch.py
 constexpr float PROBABILITY_UNIT = 4294967296.0f, SQUARE_UNIT = 1048576.0f, MOST_SQUARE = 1048576.0f;
 constexpr float TINY = 1e-20f;
 
-// 0 is no number's, 1 is NaN's.
+// An integer key in the order of x. No number has key 0; NaN has key 1.
 __device__ __forceinline__ u32 key_of(float x) {
     if (x != x) { return 1; }
-    const u32 bits = __float_as_uint(x + 0.0f);  // of both zeros the same
+    const u32 bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// key_of's argument.
+// The inverse of key_of.
 __device__ __forceinline__ float number_of(u32 key) {
     return __uint_as_float(key == 1 ? 0x7FC00000u : key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
-// A row's experts by key: lane l has experts l, l + 32, ...; 0 is the key of one that is left out.
+// Keys of a row's experts: lane l has experts l, l + 32, ...; key 0: the expert is left out.
 struct Keys {
     u32 key[PER_LANE];
 
-    // The expert of the largest key among [first, stop) without `other`, of equal ones the lowest.
+    // The expert with the largest key among [first, stop) without `other`; the lowest expert where
+    // keys are equal. top: its key.
     __device__ __forceinline__ u32 best(u32& top, int first, int stop, u32 other) const {
         const int lane = threadIdx.x % 32;
         u32 largest = 0, expert = ~0u;
@@ -83,7 +84,7 @@ struct Keys {
         top = __reduce_max_sync(ALL, largest);
         return __reduce_min_sync(ALL, largest == top ? expert : ~0u);
     }
-    // Leaves out the best expert of all.
+    // Returns the best expert, and leaves it out from now on.
     __device__ __forceinline__ u32 take() {
         u32 top;
         const u32 expert = best(top, 0, 32 * PER_LANE, ~0u);
@@ -96,7 +97,7 @@ struct Keys {
     // Leaves out the experts of all but the best groups.
     __device__ __forceinline__ void choose_groups(int E) {
         const int lane = threadIdx.x % 32, size = E / GROUPS;
-        u32 mine = 0, top, groups = 0;  // in lane g the key of group g; a bit for each that is chosen
+        u32 mine = 0, top, groups = 0;  // mine: in lane g, group g's key
 #pragma unroll 1
         for (int g = 0; g < GROUPS; ++g) {
             float score = 0.0f;
@@ -122,10 +123,10 @@ struct Keys {
     }
 };
 
-// A row of logits; experts that are not there have -inf.
+// A row of logits; elements past E are -inf.
 struct Logits {
     float x[PER_LANE];
-    float most, total;  // the largest, and of exp(x - most) the sum
+    float most, total;  // the largest x, and the sum of exp(x - most)
 
     __device__ __forceinline__ Logits(const f32* row, int E) {
         const int lane = threadIdx.x % 32;
@@ -141,14 +142,14 @@ struct Logits {
         for (int i = 0; i < PER_LANE; ++i) { total += exponential(x[i], lane + 32 * i < E); }
         total = warp_sum(total);
     }
-    // Also where all are -inf: NaN.
+    // exp(value - most); 0 past E, where value - most would be NaN if all logits were -inf.
     __device__ __forceinline__ float exponential(float value, bool there = true) const {
         return there ? expf(value - most) : 0.0f;
     }
     __device__ __forceinline__ float lse() const { return most + logf(total); }
 };
 
-// A chosen expert's share before scale, in lane k the k-th, and the sum over the row's experts.
+// value: in lane k the share of the k-th chosen expert, before `scale`. sum: all chosen experts'.
 struct Shares {
     float value, sum;
 
@@ -193,7 +194,7 @@ struct Seen {
         entropy += units(lse - mean, PROBABILITY_UNIT);
         square += units(fminf(lse * lse, MOST_SQUARE), SQUARE_UNIT);
     }
-    // shared: (2, 32 PER_LANE); the second half gets the probabilities.
+    // shared: (2, 32 PER_LANE); the second row gets the probabilities.
     __device__ __forceinline__ void add_to(u64* sums, u64* shared, int E) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -281,7 +282,7 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
     if (!BY_P) { g *= shares.value; }
     if (BY_SIGMOID) { g *= 1.0f - shares.value; }
 
-    // By expert: d is the logit's gradient, of_p the probability's.
+    // For each expert: d is the gradient of the logit, of_p the gradient of the probability.
     const bool counts = FACTORS && !(targets && targets[r] == FILLER);
     const float of_lse = counts ? x.lse() * factors[E] : 0.0f;
     float d[PER_LANE] = {}, of_p[PER_LANE] = {}, p[PER_LANE], inner = 0.0f;
@@ -320,7 +321,7 @@ route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
     __shared__ f64 partial[WARPS];
     __shared__ i64 counts[WARPS];
     __shared__ float most[WARPS];
-    __shared__ f64 divisor;  // in registers it would spill
+    __shared__ f64 divisor;  // a register for divisor would spill
     const int width = 2 * E + EXTRA;
     i64 mine = 0;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) { mine += targets[i] >= 0; }
@@ -333,7 +334,7 @@ route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
         }
         by_weight = block_sum(by_weight, partial);
     }
-    if (threadIdx.x == 0) { divisor = by_weight; }  // all read it behind the barriers below
+    if (threadIdx.x == 0) { divisor = by_weight; }  // read after the barriers below
     i64 seen = 0, square = 0, entropy = 0;
     for (int l = threadIdx.x; l < layers; l += blockDim.x) {
         seen += sums[(i64)l * width + 2 * E];
@@ -345,7 +346,7 @@ route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
     const f64 entropies = (f64)block_sum(entropy, counts) * (1.0 / PROBABILITY_UNIT);
     const f64 one = n > 0.0 ? 1.0 / n : 0.0, weight = count * one;
     f64 product = 0.0;
-    float busiest = 0.0f;  // rows of an expert in a layer: fewer than 2^24
+    float busiest = 0.0f;  // most rows of an expert in a layer: fewer than 2^24
     for (int e = threadIdx.x; e < E; e += blockDim.x) {
         i64 load = 0, probability = 0;
         for (int l = 0; l < layers; ++l) {
@@ -367,7 +368,7 @@ route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
         losses[2] += weight * entropies;
         losses[3] += weight * layers * busiest;
     }
-    __syncthreads();  // all have read the sums
+    __syncthreads();  // all threads have read the sums
     for (i64 i = threadIdx.x; i < (i64)layers * width; i += blockDim.x) {
         totals[i] += sums[i];
         sums[i] = 0;

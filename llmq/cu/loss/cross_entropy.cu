@@ -3,36 +3,37 @@
 //   lse = log sum_v exp(x[v])         loss = lse - x[target]
 //   d_x[v] = weight * (exp(x[v] - lse) * (1 + z_loss * lse) - (v == target))
 //   codes[v] = fp8(d_x[v] * code_factor)        instead of d_x in place, with CODES = 1
-//   cap * tanh(x / cap) stands for x, and d_x has its slope, with the bits of an F32 as SOFTCAP
+//   SOFTCAP = bits of an F32 cap: cap * tanh(x / cap) takes the place of x, d_x is times its slope
 //
 // Data     declared in llmq/ops/loss/cross_entropy.py. Columns >= vocab are ignored on entry and 0
-//          on return. Negative targets are masked: loss and gradient 0. With CODES = 1 logits
-//          stay. weights: with WEIGHTED = 1, else all are 1.
+//          on return. Negative targets are masked: loss and gradient 0. With CODES = 1 logits stay
+//          unchanged. weights: read with WEIGHTED = 1; else all weights are 1.
 // Launch   forward_backward_registers: THREADS threads, ceil(rows / ROWS) * CLUSTER blocks; the
 //          CLUSTER blocks of a cluster share a row, each thread holds VECTORS 16-byte vectors of
-//          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,
-//          a block per row. stats: 1024 threads, one block.
-// Cost     registers: logits read once and written once (codes: half as many bytes). A row's loads
-//          are all in flight at a time; the next row of the cluster is read into the registers that
-//          the gradient leaves. About 12 instructions and 2 exponentials per element.
+//          the row, and the cluster works on ROWS rows one after the other. forward,
+//          forward_backward: 512 threads, a block per row. stats: 1024 threads, one block.
+// Cost     registers: logits read once and written once (codes: half as many bytes). All loads of a
+//          row are in flight together; the loads of the cluster's next row go to the registers that
+//          the written gradient frees. About 12 instructions and 2 exponentials per element.
 //          forward_backward reads a row twice, the second time backwards, because the caches still
 //          hold the row's end. stats: about 16 us for 32k rows.
-// Needs    target < vocab. SOFTCAP: not for the registers kernel, which has none to spare. That kernel: CLUSTER * THREADS * VECTORS vectors hold a row;
-//          CLUSTER > 1 only from compute capability 9.0 on.
+// Needs    target < vocab. forward_backward_registers: no SOFTCAP, for lack of registers; CLUSTER *
+//          THREADS * VECTORS vectors hold a row; CLUSTER > 1 only from compute capability 9.0 on.
 #include "common.cuh"
 #include "ptx.cuh"
 #include "loss/row_weights.cuh"
 
 constexpr int ROW_THREADS = 512, UNROLL = 4;
 constexpr int N = Vec<T>::N;
-// The maximum of nothing. Finite, so that the difference of two maxima is not NaN; below any logit.
+// The maximum of no elements: below any logit, and finite, so that the difference of two maxima is
+// not NaN.
 constexpr float LOWEST = -1e30f;
 
 #ifndef SOFTCAP
 #define SOFTCAP 0
 #endif
 
-// A logit behind the soft cap; -infinity, for padding, stays.
+// A logit after the soft cap; -infinity, in padding, stays -infinity.
 __device__ __forceinline__ float capped(float x) {
     if constexpr (SOFTCAP != 0) {
         const float cap = __uint_as_float(SOFTCAP);
@@ -41,7 +42,7 @@ __device__ __forceinline__ float capped(float x) {
     return x;
 }
 
-// The slope of capped, from its result.
+// The derivative of `capped`, given its result.
 __device__ __forceinline__ float slope_of(float y) {
     if constexpr (SOFTCAP != 0) {
         const float part = y / __uint_as_float(SOFTCAP);
@@ -60,7 +61,7 @@ struct Softmax {
               other_sum * exp2_approx((other_max - both) * LOG2E);
         max = both;
     }
-    // Over the lanes of a warp; all get the result.
+    // Combines the lanes of a warp; all lanes get the result.
     __device__ __forceinline__ void reduce_warp() {
         const float all = warp_max(max);
         sum = warp_sum(sum * exp2_approx((max - all) * LOG2E));
@@ -73,7 +74,7 @@ __device__ __forceinline__ float exp_below(float x, float max) {
     return exp2_approx((x - max) * LOG2E);
 }
 
-// Elements whose exponential is 0.
+// A vector of elements whose exponential is 0.
 __device__ __forceinline__ uint4 nothing() {
     const u32 bits = sizeof(T) == 2 ? 0xFF80FF80u : 0xFF800000u;  // -infinity
     return make_uint4(bits, bits, bits, bits);
@@ -83,7 +84,7 @@ __device__ __forceinline__ uint4 nothing() {
 __device__ __forceinline__ uint4 masked(uint4 x, int i, int vocab) {
     if ((i + 1) * N <= vocab) { return x; }
     constexpr int PER_WORD = 4 / sizeof(T);
-    const int valid = vocab - i * N;  // elements
+    const int valid = vocab - i * N;  // elements of the vector that are below vocab
     const uint4 none = nothing();
     u32 words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -97,7 +98,7 @@ __device__ __forceinline__ uint4 masked(uint4 x, int i, int vocab) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// The larger of each pair of elements: of two words of two BF16, or of one F32.
+// The larger element at each place of two words; a word holds two BF16 or one F32.
 __device__ __forceinline__ u32 max_of_words(u32 a, u32 b) {
     if constexpr (sizeof(T) == 4) {
         return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
@@ -112,7 +113,7 @@ struct RowResult {
     float max, factor;  // d_x = exp(x - max) * factor - onehot * weight
     float lse;
     int target;
-    float weight, slope;  // slope: of the target's logit
+    float weight, slope;  // slope: the soft cap's derivative at the target's logit
 };
 
 __device__ __forceinline__ RowResult finish(const Softmax& row, int target, float z_loss,
@@ -181,7 +182,7 @@ __device__ __forceinline__ Stored gradient(uint4 packed, int i, const RowResult&
 #define __cluster_dims__(...)
 #endif
 
-// Blocks whose registers fit into a multiprocessor: 52 per thread beside the row.
+// Blocks whose registers fit into a multiprocessor: a thread needs 52 beside its part of the row.
 constexpr int RESIDENT_BLOCKS = 65536 / (THREADS * (4 * VECTORS + 52));
 
 // Vector i of a row; -infinity past the end of the row.
@@ -211,9 +212,9 @@ cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __res
     for (int v = 0; v < VECTORS; ++v) { x[v] = load_or_nothing(row, first + v * STEP, vectors); }
 #pragma unroll 1
     for (i64 r = first_row; r <= last_row; ++r) {
-        forget(first);  // or its sums with v * STEP would stay in registers from row to row
+        forget(first);  // else first + v * STEP would stay in registers from row to row
         const int target = targets[r];
-        // Read here, as long as the barrier below keeps every block from overwriting it.
+        // The target's logit is read here: no block overwrites it before the barrier below.
         const bool writes = rank == 0 && threadIdx.x == 0;
         const float logit =
             writes && target >= 0 ? to_f32(logits[r * padded_vocab + target]) : 0.0f;
@@ -323,7 +324,7 @@ cross_entropy_forward_backward(Logits* logits, f32* __restrict__ losses, f32* __
     const uint4* const row = reinterpret_cast<const uint4*>(logits + r * padded_vocab);
     Stored* const out = first_stored(logits, codes, r * padded_vocab);
     const int target = targets[r];
-    // Read here: read_row's barrier keeps the other threads from overwriting it.
+    // The target's logit is read here: no thread overwrites it before read_row's barrier.
     const float logit = target < 0 ? 0.0f : capped(to_f32(logits[r * padded_vocab + target]));
     const RowResult result =
         finish(read_row(row, vocab), target, z_loss, WEIGHT_OF(r), slope_of(logit));

@@ -1,32 +1,33 @@
 // distill.cu -- rows of logits learn from a teacher's largest probabilities: loss and gradient.
 //
-//   q = softmax(x / temperature), p = teacher's; both of k columns, and of all the others together
+//   q = softmax(x / temperature), p = the teacher's; over k columns, and one for all other columns
 //   kl = sum p log(p / q), or with reverse sum q log(q / p)
 //   loss = mixture * (cross-entropy of the target) + (1 - mixture) * temperature^2 * kl
-//   x = d loss / d x
+//   x = d loss / d x, in place
 //   add: stats[index] += the sum of kl
-//   top_k, by which a teacher is read: top[:k] = the columns v < vocab of the k largest x[v],
-//   ascending, of equal ones the first; top[k:] = x of these - lse
+//   top_k, for a teacher's logits: top[:k] = the columns v < vocab of the k largest x[v],
+//   ascending, the first columns among equal logits; top[k:] = x of these columns - lse
 //
 // Data     declared in llmq/ops/loss/distill.py. Columns >= vocab are ignored on entry, and 0 on
 //          return if there is a gradient. lse: at temperature 1. Negative targets are masked:
 //          losses, kl and gradient 0. teacher: k columns as the bits of I32, and their
-//          log-probabilities at temperature 1; another temperature divides the columns' mass in
-//          proportion to p^(1 / temperature).
-// Launch   512 threads, one block for each row. add: 1024 threads, one block. top_k: 1024 threads, one
-//          block for each row.
-//          The other columns' probability is the teacher's 1 - sum p, in F64, and the row's sum; a
-//          logarithm takes 2^-30 of either at least.
+//          log-probabilities at temperature 1. Another temperature keeps the k columns' total
+//          probability and divides it in proportion to p^(1 / temperature). The probability of the
+//          other columns is 1 - sum p for the teacher, in F64, and a sum over them for q; both are
+//          raised to at least 2^-30 before the logarithm.
+// Launch   512 threads, one block for each row. add: 1024 threads, one block. top_k: 1024 threads,
+//          one block for each row.
 // Cost     a row is read three times and written once; by top_k 33 times, mostly from the cache: the
 //          k-th largest is found bit by bit.
-// Needs    k <= 256, no column twice in a row that is not masked, target < vocab. top_k: k <= vocab;
-//          NaN counts as the largest or the smallest.
+// Needs    k <= 256; the teacher's columns distinct in each row that is not masked; target < vocab.
+//          top_k: k <= vocab; NaN counts as the largest or the smallest logit.
 #include "common.cuh"
 
 constexpr int THREADS = 512, MOST = 256, TOLD_THREADS = 1024;
-constexpr float LEAST = 1.0f / (1 << 30);  // of what all the other columns have: no logarithm of 0
+constexpr float LEAST = 1.0f / (1 << 30);  // least probability of the other columns, for logarithms
 
-// The gradient of a column by what it depends on: factors of its two exponentials.
+// The gradient of a column outside the teacher's: the factors of its two exponentials, at
+// temperature 1 and at `temperature`.
 struct Dense {
     float max, own, soft, inverse;
 
@@ -52,8 +53,8 @@ distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
     for (int v = t; v < vocab; v += THREADS) { most = fmaxf(most, to_f32(row[v])); }
     const float max = block_max(most, shared);
 
-    // Thread t has column t of the teacher's, which is not in the row while the others are added
-    // up: 1 less the sum of the teacher's columns would cancel.
+    // Thread t has the teacher's column t. The teacher's columns are -infinity in the row while the
+    // kernel adds up the other columns: 1 minus the teacher's columns would cancel digits.
     const f32* const of_row = teacher + r * 2 * k;
     const bool has = t < k;
     const int id = has ? __float_as_int(of_row[t]) : 0;
@@ -62,7 +63,7 @@ distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
     const float x_target = target < 0 ? 0.0f : to_f32(row[target]);
     if (has) { ids[t] = id; }
     __syncthreads();
-    bool counts = has;  // for a row without a teacher, all its columns are column 0
+    bool counts = has;  // without a teacher all k columns are column 0, which counts once
     for (int i = 0; has && i < t; ++i) { counts &= ids[i] != id; }
     if (has) { row[id] = from_f32<T>(-INFINITY); }
     __syncthreads();
@@ -122,7 +123,7 @@ distill_add(f64* __restrict__ stats, const f32* __restrict__ kl, i64 rows, i32 i
     if (threadIdx.x == 0) { stats[index] += sum; }
 }
 
-// Unsigned numbers in the order of floats.
+// Maps floats to unsigned numbers in the same order.
 __device__ __forceinline__ u32 key(T x) {
     const u32 bits = __float_as_uint(to_f32(x));
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -134,14 +135,14 @@ top_k(f32* __restrict__ top, const T* __restrict__ logits, const f32* __restrict
     __shared__ int shared[32], greater[TOLD_THREADS], equal[TOLD_THREADS];
     const T* const row = logits + blockIdx.x * (i64)padded_vocab;
     const int t = threadIdx.x;
-    u32 low = 0, high = 0xFFFFFFFFu;  // at least k are not below low, fewer not below high
+    u32 low = 0, high = 0xFFFFFFFFu;  // at least k keys are >= low, fewer than k are >= high
     while (high - low > 1) {
         const u32 middle = low + (high - low) / 2;
         int count = 0;
         for (int v = t; v < vocab; v += TOLD_THREADS) { count += key(row[v]) >= middle; }
         (block_sum(count, shared) >= k ? low : high) = middle;
     }
-    // Each thread has neighbouring columns, behind those of the threads before it.
+    // Each thread has a range of neighbouring columns, in the order of the threads.
     const int each = (vocab + TOLD_THREADS - 1) / TOLD_THREADS, first = t * each;
     const int last = min(first + each, vocab);
     int own_greater = 0, own_equal = 0;
@@ -160,7 +161,7 @@ top_k(f32* __restrict__ top, const T* __restrict__ logits, const f32* __restrict
         equal[t] += same;
         __syncthreads();
     }
-    const int room = k - greater[TOLD_THREADS - 1];  // for those that are equal to the k-th
+    const int room = k - greater[TOLD_THREADS - 1];  // places for columns equal to the k-th
     int before = greater[t] - own_greater, alike = equal[t] - own_equal;
     for (int v = first; v < last; ++v) {
         const u32 x = key(row[v]);

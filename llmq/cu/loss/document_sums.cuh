@@ -2,11 +2,11 @@
 //
 // Data     sums: F32 (3, n), written at the first positions of documents only.
 // Launch   256 threads: a warp looks for documents that begin at its 32 positions, and adds up each.
-// Needs    documents that lie within a row of seq_len; n < 2^31.
+// Needs    each document lies within a row of seq_len positions; n < 2^31.
 #pragma once
 #include "common.cuh"
 
-// belongs(i, column): whether position i is of the document that begins at this column of its row.
+// belongs(i, column): whether position i is in the document that begins at this column of its row.
 // add(i, total): adds the token at position i to a lane's three F64 sums.
 template <class Belongs, class Add>
 __device__ __forceinline__ void document_sums(f32* sums, i64 n, i32 seq_len, Belongs belongs,

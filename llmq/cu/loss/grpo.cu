@@ -1,29 +1,29 @@
 // grpo.cu -- losses of a policy's own samples, by their advantages: sums, weights of rows, statistics.
 //
-//   sums      of each document, at its first position: sum over trained tokens of the logarithm of
-//             the ratio, -loss - old; how many they are; sum of their divergences d
+//   sums      at each document's first position, over its trained tokens: sum of the logarithm of
+//             the ratio, -loss - old; number of tokens; sum of the divergences d
 //   weights   d loss / d (loss of the token), 0 where masked
 //   stats     stats[..] += loss, count, and the sums that llmq/model/losses/grpo.py names
 //
 //   x = -loss - old; r = exp(x); A = advantage; g = reference + loss; d = exp(g) - g - 1
 //   TOKEN     -min(r A, clip(r, low, high) A)
 //   SEQUENCE  the same with r = exp(mean x of the document)
-//   CAPPED    -min(r, high) A (-loss), of which min(r, high) has no gradient
-//   and to each   + beta r d, through all of which gradients go
-//   PER_DOCUMENT  each token's loss / length, or with length 0 / trained tokens of its document
+//   CAPPED    -min(r, high) A (-loss), where min(r, high) is a constant without a gradient
+//   each kind + beta r d, whose gradient goes through both r and d
+//   PER_DOCUMENT  each token's loss / length; with length 0, / trained tokens of its document
 //
 // Data     declared in llmq/ops/loss/grpo.py. Negative targets are masked. old, reference:
 //          log-probabilities. starts: first position of each token's document in its row; null: 0.
 //          sums: written at first positions of documents.
-// Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds up
-//          each. weights: 256 threads, one position each. stats: one block of 1024.
-// Cost     each array read once; microseconds beside a micro-step.
-// Needs    starts that do not fall along a row; n < 2^31.
+// Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds
+//          up each of them. weights: 256 threads, one position each. stats: one block of 1024.
+// Cost     each array read once; microseconds in each micro-step.
+// Needs    starts ascend along each row; n < 2^31.
 #include "common.cuh"
 #include "loss/document_sums.cuh"
 
 constexpr int SEQUENCE = 1, CAPPED = 2, PER_DOCUMENT = 1;
-constexpr float LARGEST_LOG = 80.0f;  // exp is finite, so that an advantage of 0 makes 0
+constexpr float LARGEST_LOG = 80.0f;  // keeps exp finite, so that advantage 0 gives 0
 
 struct Form {
     i32 kind;
@@ -45,10 +45,10 @@ struct Value {
     float loss, weight, clipped, ratio, kl;
 };
 
-// The first position of a place's document, in its row.
+// The position in its row at which a token's document begins.
 __device__ __forceinline__ int start_of(const i32* starts, i64 i) { return starts ? starts[i] : 0; }
 
-// An estimate, by a sample, of the divergence from the reference.
+// One-sample estimate of the divergence from the reference.
 __device__ __forceinline__ float divergence(float gap) {
     return expm1f(fminf(gap, LARGEST_LOG)) - gap;
 }

@@ -5,8 +5,8 @@
 //             hits = 1 where the label's column is the first of the largest
 //
 // Data     declared in llmq/ops/loss/labels.py. Columns >= vocab are ignored on entry, and 0 on
-//          return if there is a gradient. Negative targets are masked: all 0. With linear lse and
-//          hits are 0.
+//          return if there is a gradient. Negative targets are masked: all results of the row are
+//          0. With linear, lse and hits are 0.
 // Launch   256 threads, one warp for each row.
 // Cost     a row is read twice and written once.
 // Needs    target < vocab.
@@ -26,7 +26,7 @@ labels(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
     const bool counts = target >= 0;
     const float own = counts ? to_f32(row[target]) : 0.0f;
 
-    float most = -INFINITY, sum = 0.0f, before = 0.0f;  // before: columns that come first
+    float most = -INFINITY, sum = 0.0f, before = 0.0f;  // before: columns ranked above the label
     for (int v = lane; v < vocab; v += 32) {
         const float x = to_f32(row[v]);
         before += x > own || (x == own && v < target);

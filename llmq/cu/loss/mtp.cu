@@ -1,15 +1,15 @@
 // mtp.cu -- inputs and statistics of a head for multi-token prediction.
 //
-//   shift    tokens, targets of the position ahead; -100 at a document's last position
-//   stats    stats[0] += k * mean loss of the head, stats[1] += k * mean of min(1, q / p),
-//            k the number of the trunk's targets (of all `every`), p and q a target's probability by trunk and head
+//   shift    tokens and targets of the next position; target -100 at a document's last position
+//   stats    stats[0] += k * mean loss of the head, stats[1] += k * mean of min(1, q / p), where k
+//            is the number of the trunk's targets, p and q a target's probability by trunk and head
 //
 // Data     declared in llmq/ops/loss/mtp.py. starts: first position of each token's document in its
-//          row, or null. Negative targets are masked. trunk: losses, whose position i + 1 has the
-//          target of position i of the head.
+//          row, or null. Negative targets are masked. trunk: the trunk's losses; position i + 1 of
+//          the trunk has the same target as position i of the head.
 // Launch   shift: 256 threads, a position each. stats: one block of 1024.
-// Cost     each array read once; microseconds beside a micro-step.
-// Needs    starts that do not fall along a row; stats: a masked last target of the head.
+// Cost     each array read once; microseconds in each micro-step.
+// Needs    starts ascend along each row; stats: the head's last target is masked.
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,29 +1,30 @@
 // pairs.cu -- losses of pairs of documents: sums of each, weights of rows, statistics.
 //
-//   sums      of each document, at its first position: sum of what its trained tokens have gained
-//             over the reference, -loss - reference; sum of -loss; how many they are
-//   gains     of the second documents: sum of what they have gained, and how many they are
-//   shift     z0 = max(0, mean gain of the second documents of all ranks), of KTO
+//   sums      at each document's first position, over its trained tokens: sum of the gain over the
+//             reference, -loss - reference; sum of -loss; number of tokens
+//   gains     over the second documents of pairs: sum of the gains, number of documents
+//   shift     z0 = max(0, mean gain of the second documents of all ranks), for KTO
 //   weights   d loss / d (loss of the token), 0 outside of pairs
-//   stats     stats[..] += of all pairs: loss, count, and the sums that llmq/model/losses/preferences.py
-//             names
+//   stats     stats[..] += over all pairs: loss, count, and the sums that
+//             llmq/model/losses/preferences.py names
 //
-//   x = gain of a document, with normalize by token; a = mean log-probability by token; m = margin
+//   x = gain of a document, with `normalize` divided by its tokens; a = mean log-probability of its
+//   tokens; m = margin; c, r: the chosen and the rejected document; e: smoothing
 //   SIGMOID   m = beta (x_c - x_r) - gamma    (1 - e) softplus(-m) + e softplus(m)
 //   IPO       m = x_c - x_r - 1 / (2 beta)    m^2
 //   ORPO      m = logit(exp(a_c)) - logit(exp(a_r))    beta softplus(-m)
-//   KTO       m = +-beta (x - z0)             weight * (1 - sigmoid(m)), of the first document
-//   and to each but KTO's   - sft * a_c
+//   KTO       m = +-beta (x - z0)             weight * (1 - sigmoid(m)), first document only
+//   every kind but KTO      - sft * a_c
 //
 // Data     declared in llmq/ops/loss/pairs.py. Negative targets are masked. reference:
 //          log-probabilities, or null. starts: first position of each token's document in its row.
-//          partner: 1 + first position of the pair's other document, negative in rejected
-//          documents, 0 outside pairs. sums: written at first positions of documents.
+//          partner: 1 + first position of the pair's other document, negated in rejected documents,
+//          0 outside pairs. sums: written at first positions of documents.
 // Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds
-//          up each. gains, stats: one block of 1024. shift: one thread. weights: 256 threads, one
-//          position each.
-// Cost     each array read once or twice; microseconds beside a micro-step.
-// Needs    starts that do not fall along a row; a pair in one row; n < 2^31.
+//          up each of them. gains, stats: one block of 1024. shift: one thread. weights: 256
+//          threads, one position each.
+// Cost     each array read once or twice; microseconds in each micro-step.
+// Needs    starts ascend along each row; both documents of a pair in one row; n < 2^31.
 #include "common.cuh"
 #include "loss/document_sums.cuh"
 
@@ -42,7 +43,7 @@ struct Form {
     float beta, gamma, smoothing, sft;
 };
 
-// A pair's loss, its derivatives by what the tokens' log-probabilities add up to, and rewards.
+// A pair's loss, its derivatives by the documents' sums of log-probabilities, and the rewards.
 struct Value {
     float loss, d_chosen, d_rejected, chosen, rejected;
 };
@@ -87,8 +88,8 @@ __device__ __forceinline__ Value of_pair(const Form& form, const Document& c, co
     return v;
 }
 
-// KTO's loss of one document, which `preferred` says is desirable. gamma: the weight of one that is,
-// sft: of one that is not.
+// KTO's loss of one document. preferred: whether the document is desirable. gamma, sft: weights of
+// desirable and of undesirable documents.
 __device__ __forceinline__ Value of_label(const Form& form, const Document& own, bool preferred,
                                           float shift) {
     const float sign = preferred ? form.beta : -form.beta;
@@ -112,7 +113,8 @@ pairs_sums(f32* __restrict__ sums, const i32* __restrict__ targets, const f32* _
         });
 }
 
-// The pair whose first document begins at a position; none elsewhere.
+// The pair of position i: the first positions of i's document and of the other document, and
+// whether the pair's first document begins at i.
 struct Place {
     i64 own, other;
     bool preferred, is_first;

@@ -1,4 +1,4 @@
-// The weights of rows, as a last argument of kernels that are compiled with WEIGHTED = 1.
+// row_weights.cuh -- the weights of rows, the last argument of kernels compiled with WEIGHTED = 1.
 #pragma once
 
 #include "common.cuh"

@@ -1,29 +1,32 @@
 // sample.cu -- a token of each row of logits: an id of the largest sum of score and Gumbel noise.
 //
-//   x = cap(logit); l = x, of ids that were seen x / repetition or x * repetition
-//   score q = (l - max l) * (1 / temperature); rank: descending q, equal ones by ascending id
-//   kept: the first top_k ids; of these the first ones whose exp(q), in sum, reach top_p of that of
-//   all of them; of these the ones with exp(q) >= min_p
-//   token = argmax of q + noise(seed, position, id) over those kept; logprob = x - log sum exp(x)
+//   x = cap(logit); l = x; if the id was seen, l = x / repetition for x > 0, else x * repetition
+//   score q = (l - max l) * (1 / temperature); rank: descending q, equal scores by ascending id
+//   kept: the first top_k ids; of these the first ids whose exp(q) add up to the share top_p of the
+//   sum over the first top_k; of these the ids with exp(q) >= min_p
+//   token = argmax of q + noise(seed, position, id) over the kept ids; logprob = x - log sum exp(x)
 //
-//   scan: of each part of a row the largest l, and the largest x and its sum
-//   cut: the rank of the last id that top_k and top_p keep; draw: of each part the largest q + noise
-//   finish: the token, or of temperature 0 the id of the largest l, and the logprob
+//   scan: in each part of a row the largest l, the largest x, and the sum of exp(x - largest x)
+//   cut: the rank of the last id that top_k and top_p keep
+//   draw: in each part the largest q + noise
+//   finish: the token (with temperature 0 the id of the largest l), and the logprob
 //
-// Data     tokens: I32 (rows); logprobs: F32 (rows); logits: T (rows, padded_vocab), of which columns
-//          from vocab on count for nothing. temperature (0: the token is argmax l), top_p (1: all),
+// Data     tokens: I32 (rows); logprobs: F32 (rows); logits: T (rows, padded_vocab), whose columns
+//          from vocab on are ignored. temperature (0: the token is argmax l), top_p (1: all),
 //          min_p, repetition: F32 (rows); top_k (0: all), position: I32 (rows); seed: I64 (rows).
-//          seen: I32 (rows, (vocab + 31) / 32), bits, which get the token's; or null. A token is -1,
-//          and its logprob NaN, where a logit is NaN or infinity, or all are -infinity.
-//          stats: F32 (rows, parts, 2), largest x (NaN: of a logit that is none) and sum of exp(x -
-//          it); largest, found: I64 (rows, parts), an l and a q + noise with their ids, in the order
-//          of largest_first; last: I64 (rows), a rank. parts = ceil(vocab / PART).
+//          seen: I32 (rows, (vocab + 31) / 32), a bit for each id, where finish sets the token's
+//          bit; or null. Where a logit is NaN or infinity, or all are -infinity, the token is -1
+//          and the logprob NaN.
+//          stats: F32 (rows, parts, 2): the largest x, NaN if a logit is NaN or infinity, and the
+//          sum. largest, found: I64 (rows, parts): an l with its id, and a q + noise with its id,
+//          as largest_first packs them. last: I64 (rows): a rank. parts = ceil(vocab / PART).
 // Launch   scan, draw: THREADS threads, grid (parts, rows). cut: THREADS threads, a block for each
 //          row. finish: 32 threads, one for each row.
-// Cost     a row is read twice, and twice more for top_k and for top_p each: once for a histogram of
-//          ranks, once for the ids of the bin in which the last one that is kept lies; more often
-//          where a bin has more than MOST of them. From L2, mostly.
-// Needs    sums of exp(q) are whole numbers of 2^-31, which atomics add in any order.
+// Cost     a row is read twice, and twice more for top_k and for top_p each, mostly from L2: once
+//          for a histogram of ranks, once for the ids in the bin of the last kept id. A bin with
+//          more than MOST ids takes further histograms.
+// Needs    nothing. Deterministic: sums of exp(q) are integers, in units of 2^-31, which atomics
+//          may add in any order.
 #include "common.cuh"
 #include "ptx.cuh"
 
@@ -32,25 +35,25 @@
 #endif
 
 constexpr int THREADS = 1024, N = Vec<T>::N;
-constexpr int PART = 8192;  // ids of a block, where a row has several
-constexpr int BINS = 1024, MOST = 1024;  // of a histogram, and ids that are ranked one by one
+constexpr int PART = 8192;  // ids per block, where a row has several blocks
+constexpr int BINS = 1024, MOST = 1024;  // bins of a histogram; most ids that are ranked one by one
 constexpr float BINS_PER_SCORE = 32.0f;  // so that the last bin has the scores below -32
-constexpr float LARGEST = 3e38f;         // that 1 / temperature is taken for
-constexpr float MOST_NOISE = 23.0f;      // above that of any id
+constexpr float LARGEST = 3e38f;         // upper bound of 1 / temperature
+constexpr float MOST_NOISE = 23.0f;      // above the noise of any id
 
-// A place in the order of ids: |q| as bits, then the id. The first one is 0.
+// A place in the order of ids, from 0 on: the bits of |q|, then the id.
 using Rank = u64;
 __device__ __forceinline__ float score_of(Rank rank) { return -__uint_as_float(rank >> 32); }
-// exp(q) as a whole number.
+// exp(q) as a whole number of 2^-31.
 __device__ __forceinline__ u32 mass_of(Rank rank) {
     return (u32)rintf(expf(score_of(rank)) * 2147483648.0f);
 }
-// In the order of x, and of equal ones by descending id.
+// x and its id as one number, in the order of x, and by descending id where x is equal.
 __device__ __forceinline__ u64 largest_first(float x, int id) {
     const u32 bits = __float_as_uint(x + 0.0f);  // -0 is 0
     return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (u32)~id;
 }
-// The x of a place in the order of largest_first.
+// The inverse of largest_first: the x.
 __device__ __forceinline__ float number_of(u64 order) {
     const u32 bits = order >> 32;
     return __uint_as_float(bits >> 31 ? bits ^ 0x80000000u : ~bits);
@@ -74,19 +77,19 @@ struct Part {
         : first((int)blockIdx.x * PART), end(min(first + PART, vocab)) {}
 };
 
-// A row of logits as its request reads it. best: the largest l.
+// A row of logits as its request reads it. best: the largest l. inverse: 1 / temperature.
 struct Logits {
     const T* row;
     const u32* seen;
     int vocab;
-    float repetition, best, inverse;  // of the temperature
+    float repetition, best, inverse;
 
     __device__ __forceinline__ Logits(const T* rows, const int* seen, const float* repetition, int r,
                                       int vocab, int padded_vocab)
         : row(rows + (i64)r * padded_vocab),
           seen(seen ? reinterpret_cast<const u32*>(seen) + (i64)r * ((vocab + 31) / 32) : nullptr),
           vocab(vocab), repetition(repetition[r]) {}
-    // first: the largest l, in the order of largest_first.
+    // first: largest_first of the largest l.
     __device__ __forceinline__ void scale(u64 first, float temperature) {
         inverse = fminf(1.0f / temperature, LARGEST);
         best = number_of(first);
@@ -96,7 +99,7 @@ struct Logits {
         const float x = to_f32(logit), cap = __uint_as_float(SOFTCAP);
         return SOFTCAP == 0 ? x : cap * tanhf(x / cap);
     }
-    // f(id, x, l) for the ids of this thread in a part, ascending.
+    // Calls f(id, x, l) for the ids of this thread in a part, ascending.
     template <class F> __device__ __forceinline__ void each(const Part& part, F f) const {
 #pragma unroll 1
         for (int first = part.first + (int)threadIdx.x * N; first < part.end; first += THREADS * N) {
@@ -111,7 +114,7 @@ struct Logits {
             }
         }
     }
-    // f(rank) for the ids of this thread in a part up to the rank `last`.
+    // Calls f(rank) for the ids of this thread in a part whose rank is at most `last`.
     template <class F>
     __device__ __forceinline__ void each_rank(const Part& part, Rank last, F f) const {
         each(part, [&](int id, float x, float l) {
@@ -123,14 +126,14 @@ struct Logits {
 
 struct Shared {
     u64 ranks[MOST], sums[32], reduction[32];
-    u32 count[BINS], low[BINS], high[BINS];  // of a bin: its ids, and the two words of their weight
-    u64 before;  // what the bins in front of the crossing weigh
+    u32 count[BINS], low[BINS], high[BINS];  // each bin's ids, and the two words of its weight
+    u64 before;  // weight of all ids in front of the bin at the crossing
     int bin, collected;
 };
 
-// The bin in which the weights of all bins, and `before` in front of them, reach a target: in s.bin,
-// s.before; s.bin = -1 if they do not. by_share: the target is made, top_p of all. Each thread has the
-// bin of its number.
+// Finds the bin in which `before` plus the running sum of the bins' weights reaches the target.
+// Writes s.bin, -1 if the sum stays below the target, and s.before. by_share: sets the target to
+// top_p of the total. Each thread has the bin of its number.
 __device__ __forceinline__ void find_crossing(Shared& s, u64 before, u64& target, bool by_share,
                                               float top_p) {
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
@@ -154,14 +157,15 @@ __device__ __forceinline__ void find_crossing(Shared& s, u64 before, u64& target
     __syncthreads();
 }
 
-// The rank of the last id that is kept of those up to `last`: the first top_k ids; or, with top_k = 0,
-// those whose masses reach top_p of all, and one at least.
+// Among the ids up to the rank `last`, returns the rank of the last kept id. The kernel keeps the
+// first top_k ids; or, with top_k = 0, the first ids whose mass reaches top_p of the total, at
+// least one.
 __device__ __forceinline__ Rank cut(const Logits& logits, Shared& s, Rank last, u32 top_k, float top_p) {
     const int tid = threadIdx.x;
     const Part all(0, logits.vocab);
     const auto weight = [&](Rank rank) { return top_k ? 1u : mass_of(rank); };
     u64 target = top_k, before = 0;   // ids in front of `first` weigh `before`
-    Rank first = 0, end = ~Rank(0);   // the last one that is kept is in [first, end)
+    Rank first = 0, end = ~Rank(0);   // the last kept rank is in [first, end)
     for (int shift = -1;;) {          // bins have 2^shift ranks, at first equal parts of scores
         s.count[tid] = s.low[tid] = s.high[tid] = 0;
         __syncthreads();
@@ -188,7 +192,7 @@ __device__ __forceinline__ Rank cut(const Logits& logits, Shared& s, Rank last, 
         }
         if (s.count[bin] <= MOST) { break; }
         shift = max(0, 64 - __clzll(end - first - 1) - 10);
-        __syncthreads();  // all have read s.count
+        __syncthreads();  // all threads have read s.count
     }
     logits.each_rank(all, last, [&](Rank rank) {
         if (rank >= first && rank < end) { s.ranks[atomicAdd(&s.collected, 1)] = rank; }
@@ -243,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The largest of all parts of a row.
+// The largest number that any part of a row has found.
 __device__ __forceinline__ u64 largest_of(const i64* found, int r, int parts) {
     u64 most = 0;
     for (int i = 0; i < parts; ++i) {
@@ -287,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_earlier_kernels();
     const int r = blockIdx.y;
     const u64 first = largest_of(largest, r, parts);
-    u64 own = first;  // of temperature 0
+    u64 own = first;  // the result with temperature 0
     if (temperature[r] != 0.0f) {
         Logits logits(rows, seen, repetition, r, vocab, padded_vocab);
         logits.scale(first, temperature[r]);

@@ -18,7 +18,7 @@ constexpr float C1 = 1.5957691216057308f;   // 2 * sqrt(2 / pi)
 constexpr float C3 = 0.07135481627260025f;  // C1 * 0.044715
 constexpr float THREE_C3 = 0.21406444881780073f;  // rounded as the references round 3 * C3
 
-// exponent: s = 1 / (1 + 2^exponent). argument: what s is the sigmoid of.
+// exponent: s = 1 / (1 + 2^exponent). argument: s = sigmoid(argument).
 struct Silu {
     static constexpr bool SIGMOID = true;
     static __device__ __forceinline__ float argument(float x) { return x; }
@@ -51,12 +51,12 @@ template <> struct GateOf<true> { using Type = Gelu; };
 template <bool SQUARED> struct ActivationOf { using Type = Gelu; };
 template <> struct ActivationOf<true> { using Type = SquaredRelu; };
 
-// s(x). EXACT, for results in F32: within a few units in the last place. Else by two instructions
-// without a branch, within 1e-5 of s, which is 2^-8 of what results in BF16 are rounded by; 0 where
-// s is no normal number.
+// Returns s(x). EXACT, for results in F32: the error is a few units in the last place. Otherwise
+// two instructions without a branch compute s within 1e-5 of s, which is 2^-8 of BF16's rounding
+// error; the result is 0 where s is subnormal.
 template <class Activation, bool EXACT> __device__ __forceinline__ float share(float x) {
     if constexpr (!Activation::SIGMOID) {
-        return x < 0.0f ? 0.0f : x;  // NaN stays
+        return x < 0.0f ? 0.0f : x;  // NaN stays NaN
     } else if constexpr (EXACT) {
         return sigmoid(Activation::argument(x));
     } else {

@@ -4,7 +4,7 @@
 //
 // Data     at: nanoseconds. total: milliseconds.
 // Launch   one thread.
-// Cost     a launch, about a microsecond, which is part of what is measured. How fine the timer is
+// Cost     a launch, about a microsecond, which the measured time includes. The timer's resolution
 //          depends on the GPU: up to a microsecond.
 // Needs    stop: start before it on the same stream.
 #include "common.cuh"

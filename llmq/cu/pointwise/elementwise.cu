@@ -8,10 +8,11 @@
 //   fill     x[i] = T(value)                              all rounded to nearest
 //
 // Data     declared in llmq/ops/pointwise/elementwise.py.
-// Launch   256 threads; ceil(n / 2048) blocks, 8 elements per thread; of fill ceil(bytes / 4096)
+// Launch   256 threads; ceil(n / 2048) blocks, 8 elements per thread; fill: ceil(bytes / 4096)
 //          blocks, one 16-byte store per thread.
-// Cost     what is given is read once, what results written once.
-// Needs    out of add may be a or b, out of scale x: a thread reads what it overwrites.
+// Cost     inputs read once, results written once.
+// Needs    add's out may be a or b, scale's out may be x: a thread reads the elements before it
+//          overwrites them.
 #include "common.cuh"
 
 #ifndef ADD  // compiled for another entry
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(256) fill(T* __restrict__ x, f32 va
 
 constexpr int ROUNDS = 10;
 
-// Elements of one counter.
+// Elements that one counter gives.
 struct alignas(4 * sizeof(T)) Four {
     T v[4];
 };
@@ -173,14 +174,15 @@ random_normal(T* __restrict__ out, f32 std, u32 seed_low, u32 seed_high, i64 fir
     }
 }
 
-// -- dropout whose choice follows from seed, step, sequence and place
+// -- dropout: seed, step, sequence and place determine which elements stay
 //
 //   index = sequence * per_sequence + place     sequence = first_sequence + i / per_sequence * stride
 //   out[i] = T([out[i] +] (random_bits(seed, index) >= threshold ? scale * x[i] : 0))
 //
 // Data     out, x: n elements of T (f32, bf16), 16-byte aligned; per_sequence % 8 == 0.
 // Launch   256 threads, ceil(n / 2048) blocks: 8 elements per thread. ADD is a constant.
-// Cost     x read, out written (with ADD read too) once; 12 instructions for an element's bits.
+// Cost     x read, out written (with ADD read too) once; 12 instructions for each element's random
+//          bits.
 // Needs    scalars' seed, step, first_sequence, sequence_stride. out may be x.
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -208,10 +210,10 @@ dropout(T* out, const T* x, const StepScalars* __restrict__ scalars, u32 thresho
 // -- the moving average of weights, and its exchange with them.
 //
 //   update     average += (1 - d) * (param - average), d = min(decay, (1 + step) / (10 + step))
-//   exchange   param = the average, rounded to nearest; average: all that gives both back
+//   exchange   param = the average, rounded to nearest; average = the bits that restore both later
 //
-// An F32 param changes places with the average. Of a BF16 param, the average becomes a word with the
-// bits of param in front and behind them the half of its own that param does not show.
+// An F32 param and the average change places. With a BF16 param, the average's upper half becomes
+// the old bits of param; its lower half stays, since the rounded average in param lacks these bits.
 //
 // Data     average: F32, param P: F32 or BF16; n elements, a multiple of 128.
 // Launch   128 threads, ceil(n / 1024) blocks: 8 elements per thread.
@@ -240,7 +242,8 @@ __device__ __forceinline__ bf16 bf16_of_bits(u32 bits) {
     return __ushort_as_bfloat16((unsigned short)bits);
 }
 
-// Nearest, and of two equally near the one nearer to 0: the lower half alone says which it was.
+// Rounds to nearest, ties toward 0, so that the lower half alone tells give_back whether the upper
+// half was rounded up.
 __device__ __forceinline__ void show(f32& average, bf16& param) {
     const u32 bits = __float_as_uint(average), low = bits & 0xFFFF;
     average = __uint_as_float(__float_as_uint(to_f32(param)) | low);

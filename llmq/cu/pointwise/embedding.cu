@@ -8,17 +8,17 @@
 //   backward_positions  d_position[t] = or += sum over b of d_out[b, t]
 //   backward_documents  d_position[p] = or += sum of d_out[b, t] where t - starts[b, t] == p
 //
-// The sort: block b collects the tokens with id % buckets == b in order, which needs no word from
-// other blocks (its place in `order` is the count of tokens with a smaller remainder, which it
-// counts itself), then sorts them by id / buckets, 4 bits a pass, stably. The low bits spread the
+// The sort: block b collects the tokens with id % buckets == b in order, without waiting for other
+// blocks: the block itself counts the tokens with a smaller remainder, which is its place in
+// `order`. Then it sorts its tokens by id / buckets, 4 bits a pass, stably. The low bits spread the
 // frequent ids, which tokenizers number consecutively. The sums: a warp adds up 32 neighbours in
-// `order`, for 256 channels. A run of equal ids inside these 32 goes to the weight gradient at
-// once; a run that crosses their border leaves F32 partial sums, (chunks, 2, C): slot 0 for a run
-// that comes from the chunk before, slot 1 for one that starts here; finish adds them. A single
-// id repeated n times is thus as balanced as n different ones.
+// `order`, for 256 channels. It adds a run of equal ids inside these 32 to the weight gradient at
+// once. A run that crosses their border leaves F32 partial sums, (chunks, 2, C): slot 0 for a run
+// that comes from the chunk before, slot 1 for a run that starts here. finish adds these sums. A
+// single id repeated n times is thus as balanced as n different ids.
 //
-// Data     declared in llmq/ops/pointwise/embedding.py. starts: where each token's document starts
-//          in its sequence, or null.
+// Data     declared in llmq/ops/pointwise/embedding.py. starts: position in the sequence at which
+//          each token's document starts, or null.
 // Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power
 //          of 2. backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices
 //          side by side. finish: 256 threads, (chunks / 4, slices) blocks. positions: 256 threads,
@@ -43,7 +43,7 @@ embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* 
     constexpr int UNROLL = 4;
     const i64 i = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (i >= n) { return; }
-    const T* const row = weight + (i64)max(tokens[i], 0) * C;  // -1 where a choice has failed
+    const T* const row = weight + (i64)max(tokens[i], 0) * C;  // -1: sampling failed
     const i64 p = i % seq_len - (starts ? starts[i] : 0);
     const T* const position = position_weight ? position_weight + p * C : nullptr;
     for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
@@ -91,7 +91,7 @@ template <class X> struct Channels {
             for (int k = 0; k < N; ++k) { sum[i * N + k] += to_f32(x[k]); }
         }
     }
-    // p gets these, which were there, and scale * x; first: the number of the first in the gradient.
+    // p = these channels, the gradient's old values, + scale * x. first: p's index in the gradient.
     __device__ __forceinline__ void store_sum(X* p, i64 first, const float (&x)[WIDTH], float scale,
                                               u32 seed) {
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ u32 same_digit(u32 digit, u32 active) {
     return peers;
 }
 
-// Exclusive prefix sum over the block of one value per thread; total gets the sum of all.
+// Returns the exclusive prefix sum of x over the block's threads; total gets the sum of all x.
 __device__ __forceinline__ i32 block_scan(i32 x, i32* shared, i32* total) {
     const int lane = threadIdx.x % 32;
     i32 sum = x;
@@ -129,7 +129,7 @@ __device__ __forceinline__ i32 block_scan(i32 x, i32* shared, i32* total) {
         const i32 other = __shfl_up_sync(ALL, sum, distance);
         if (lane >= distance) { sum += other; }
     }
-    __syncthreads();  // an earlier call may still be read
+    __syncthreads();  // threads may still read `shared` for an earlier call
     if (lane == 31) { shared[threadIdx.x / 32] = sum; }
     __syncthreads();
     i32 before = 0, all = 0;
@@ -200,7 +200,7 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
     i32 base, count;
     block_scan(smaller, shared, &base);
     const i32 before = block_scan(mine, shared, &count);
-    // Lane 0's prefix is what the warps before this one hold.
+    // Lane 0's prefix counts the bucket's tokens in the warps before this one.
     int next = __shfl_sync(ALL, before, 0);
     int passes = 0;
     for (u32 largest = (vocab - 1) >> bucket_bits; largest; largest >>= DIGIT_BITS) { ++passes; }
@@ -229,7 +229,7 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
     }
 }
 
-// True if an id has a gradient: it is a row from first_id on, and not padding.
+// Whether an id has a gradient: it is one of the `rows` ids from first_id on, and not padding.
 __device__ __forceinline__ bool has_row(i32 id, i32 padding, i32 first_id, i32 rows) {
     return id != padding && (u32)(id - first_id) < (u32)rows;
 }
@@ -256,14 +256,14 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
     const i32 next_id = __shfl_down_sync(ALL, id, 1);
     const u32 ends = __ballot_sync(ALL, lane < count && id != (lane == 31 ? id_after : next_id));
     const bool from_before = id_before == __shfl_sync(ALL, id, 0);
-    // Tokens with a gradient, and runs of equal ids inside the chunk.
+    // wanted: tokens with a gradient. whole: last tokens of runs that lie inside the chunk.
     const u32 wanted = __ballot_sync(ALL, lane < count && has_row(id, padding, first_id, rows));
     const u32 whole = (from_before ? ends & (ends - 1) : ends) & wanted;
 
     float sum[WIDTH] = {};
     for (int start = 0; start < count; start += UNROLL) {
         Channels<T> x[UNROLL];
-        Channels<G> before[UNROLL];  // of the rows that will be written: all loads are in flight
+        Channels<G> before[UNROLL];  // old gradients of rows to be written, loaded along with x
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int j = start + u;
@@ -328,7 +328,7 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
         const i32 id = ids[i];
         if (id < 0 || !has_row(id, padding, first_id, rows)) { continue; }
         const i64 chunk = first_chunk + i;
-        int pieces = 1;  // 1, and the chunks whose first token belongs to the run
+        int pieces = 1;  // the run's partial sums: one in each chunk that it enters
         for (;;) {
             const i64 start = (chunk + pieces + lane) * CHUNK;
             const bool same = start < n ? tokens[order[start]] == id : false;
@@ -350,7 +350,7 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
                 for (int k = 0; k < WIDTH; ++k) { sum[k] += piece.get(k); }
             }
         }
-        __syncthreads();  // the sums of the run before may still be read
+        __syncthreads();  // threads may still read the sums of the run before
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) { shared[warp][lane * WIDTH + k] = sum[k]; }
         __syncthreads();
@@ -365,7 +365,7 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
     }
 }
 
-// 8 channels of the gradient of positions; i: the number of the first one in it.
+// 8 channels of the gradient of positions; i: index of the first of them in the gradient.
 __device__ __forceinline__ void store_position(G* d_position, i64 i, const float (&sum)[WIDTH],
                                                bool accumulate, u32 seed) {
     if (accumulate) {
@@ -415,7 +415,7 @@ embedding_backward_documents(G* __restrict__ d_position, const T* __restrict__ d
     float sum[WIDTH] = {};
     for (int b = 0; b < batch; ++b) {
         const i32* const row = starts + (i64)b * seq_len;
-        for (int first = position; first < seq_len; first += 32) {  // none is before its position
+        for (int first = position; first < seq_len; first += 32) {  // t >= its document position
             const int t = first + lane;
             u32 same = __ballot_sync(ALL, t < seq_len && t - row[min(t, seq_len - 1)] == position);
             for (; same; same &= same - 1) {

@@ -5,15 +5,16 @@
 //   RELU2: s = max(x, 0)     d_x = d_out * 2s
 //
 // Data     declared in llmq/ops/pointwise/gelu.py. Outputs may be inputs. abs_max, with ABS_MAX =
-//          1: raised to the largest |out| of forward, |d_x| of backward. OUT = 1: backward writes
-//          forward's out again. _fp8: codes with CODES = 1, transposed with TRANSPOSED = 1
-//          (fp8.cuh), of out or d_x; out_*, with OUT_TRANSPOSED = 1, of backward's out, in E4M3.
+//          1: raised to the largest |out| in forward, |d_x| in backward. OUT = 1: backward writes
+//          forward's out again. _fp8: FP8 codes (fp8.cuh) of out or d_x, in `codes` with CODES = 1,
+//          in `transposed` with TRANSPOSED = 1. out_*, with OUT_TRANSPOSED = 1: transposed E4M3
+//          codes of backward's out.
 // Launch   256 threads, ceil(n / (512 vectors)) blocks: 2 vectors per thread.
 //          _fp8: a block for every 128 rows and 64 columns, grid (across, down).
 // Cost     forward reads n and writes n, backward reads 2n and writes n, or 2n with out; memory-
-//          bound, about 30 instructions per element. _fp8: twice as many loads in flight, about 10 instructions more;
-//          codes in both layouts are as many bytes as BF16; 8 KiB of shared memory for each
-//          transposed result.
+//          bound, about 30 instructions per element. _fp8: twice as many loads in flight, about 10
+//          instructions more; codes in both layouts take as many bytes as BF16; 8 KiB of shared
+//          memory for each transposed result.
 // Needs    _fp8: rows a multiple of 4, columns of 16, rows at most 65535 * 128.
 #include "pointwise/activation.cuh"
 #include "common.cuh"
@@ -23,9 +24,9 @@ using Activation = ActivationOf<RELU2>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 constexpr bool EXACT = sizeof(T) == 4;
-constexpr int TILES_ON_SM = sizeof(T) == 2 ? 4 : 2;  // blocks that the registers must do for
-// Of a second result, too: as many as the registers are enough for. Inputs of 2 are 64 KiB, more than
-// must be under way for the memory of any GPU.
+constexpr int TILES_ON_SM = sizeof(T) == 2 ? 4 : 2;  // blocks that share the registers of an SM
+// With a second result: as many blocks as the registers suffice for. The inputs of 2 blocks are
+// 64 KiB, more bytes in flight than any GPU needs to use its full memory bandwidth.
 constexpr int BACKWARD_TILES_ON_SM = sizeof(T) == 2 && !(OUT || OUT_TRANSPOSED) ? 4
                                      : sizeof(T) == 2 && ON_HOPPER            ? 3
                                                                               : 2;
@@ -35,7 +36,7 @@ __device__ __forceinline__ T activation(T x) {
     return from_f32<T>(share<Activation, EXACT>(v) * v);
 }
 
-// out: activation() again, of the same sigmoid.
+// Returns d_x. out = activation(x), from the same sigmoid.
 __device__ __forceinline__ T gradient(T& out, T d_out, T x) {
     const float v = to_f32(x), s = share<Activation, EXACT>(v), active = s * v;
     out = from_f32<T>(active);
@@ -94,8 +95,8 @@ gelu_backward(T* d_x, const T* d_out, const T* x, i64 n, f32* abs_max, T* out) {
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
-// One block's part of the two kernels with an FP8 result. again: of BACKWARD with OUT or
-// OUT_TRANSPOSED, what forward has made of x.
+// One block's part of the two kernels with an FP8 result. again: forward's result of x, which
+// BACKWARD writes with OUT or OUT_TRANSPOSED.
 template <bool BACKWARD>
 __device__ __forceinline__ void work_on_tile(T* out, const T* d_out, const T* x, i64 rows,
                                              i32 columns, f32* abs_max, Q* codes, Q* transposed,
@@ -130,7 +131,7 @@ __device__ __forceinline__ void work_on_tile(T* out, const T* d_out, const T* x,
                 out_i.set(k, activation(in_i.at(k)));
             }
         }
-        forget(out_i);  // or rows would be worked on side by side, in too many registers
+        forget(out_i);  // else the compiler interleaves the rows, which takes too many registers
         if constexpr (AGAIN || AGAIN_TRANSPOSED) { forget(again_i); }
         if (out != nullptr && place.inside) { out_i.store(out + at + (i64)i * columns); }
         if constexpr (AGAIN) {

@@ -4,26 +4,27 @@
 //   forward    centre = mean(x), 0 in RMSNorm        rstd = 1 / sqrt(mean((x - centre)^2) + eps)
 //              RMSNorm: out = T(T(rstd * x) * weight)
 //              LayerNorm: out = T((x - mean) * rstd * weight + bias)
-//   residual   x = T(residual + branch) is written too, and is what the norm sees
+//   residual   x = T(residual + branch) is the norm's input, and is written too
 //   post       out = T(residual + T(rstd * x * weight)), or T(rstd * x * weight) if residual is
-//              null; of RMSNorm alone
+//              null; RMSNorm only
 //   backward   x_hat = (x - centre) * rstd           d_norm = d_out * weight
 //              d_x = rstd * (d_norm - mean(d_norm) - x_hat * mean(d_norm * x_hat)) + d_residual,
 //              without mean(d_norm) in RMSNorm
 //              d_weight = sum over rows of d_out * x_hat        d_bias = sum over rows of d_out
 //
-//   OFFSET = 1, of RMSNorm: 1 + weight (F32) takes the place of weight everywhere, and forward
-//   rounds as post does, T(rstd * x * (1 + weight)). ROUND_ONCE = 1: forward alone rounds so.
+//   OFFSET = 1, RMSNorm only: 1 + weight (F32) takes the place of weight everywhere, and forward
+//   rounds once, T(rstd * x * (1 + weight)). ROUND_ONCE = 1: forward rounds once without OFFSET.
 //
-// Data     declared in llmq/ops/pointwise/norm.py. partial: sums of a block for d_weight, then
-//          d_bias; null with SUMS = 0. abs_max, with ABS_MAX = 1: raised to the largest |out|,
-//          |d_x|. codes: with CODES = 1, of out or d_x (fp8.cuh). OUT = 0: no out.
+// Data     declared in llmq/ops/pointwise/norm.py. partial: each block's sums for d_weight, then
+//          d_bias; null with SUMS = 0. abs_max, with ABS_MAX = 1: raised to the largest |out| in
+//          forward, |d_x| in backward. codes, with CODES = 1: FP8 codes of out or d_x (fp8.cuh).
+//          OUT = 0: no out.
 // Launch   a row lives in the registers of WARPS warps, VECTORS 16-byte vectors in each lane.
 //          Blocks of WARPS warps, but at least 4, which then work on several rows at a time, loop
 //          over the rows. Any grid.
 // Cost     each tensor is read or written once, parameters and partial once a block; memory-bound.
 // Needs    residual_out (in post: out) may be residual and d_x may be d_residual: a thread reads
-//          what it overwrites. All other tensors are distinct.
+//          the elements before it overwrites them. All other tensors are distinct.
 #include "common.cuh"
 #include "fp8.cuh"
 #include "ptx.cuh"
@@ -33,15 +34,15 @@
 #endif
 
 constexpr int N = Vec<T>::N;
-constexpr int ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;  // of a block
-constexpr int SM_THREADS = 512;  // so many at least on an SM, for enough loads in flight
-// LayerNorm's norm_forward has one load in flight for each vector: as many threads as need no
-// spills.
+constexpr int ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;  // per block
+constexpr int SM_THREADS = 512;  // least number of threads on an SM, for enough loads in flight
+// LayerNorm's norm_forward has one load in flight for each vector. So it runs the largest number of
+// threads whose registers do not spill.
 constexpr int PLAIN_SM_THREADS = !CENTRED || CODES || VECTORS > 3 ? SM_THREADS
                                  : VECTORS == 3                   ? (ABS_MAX ? 896 : 1024)
                                  : ABS_MAX                        ? 1152
                                                                   : 1280;
-// With codes a lane holds more, so that fewer threads have enough registers.
+// With codes a lane holds more values, so that the registers suffice for fewer threads.
 constexpr bool CROWDED = CODES && VECTORS >= (CENTRED ? 3 : 4);
 constexpr int BACKWARD_SM_THREADS = CROWDED ? 384 : SM_THREADS;
 using Registers = Row<T, WARPS, VECTORS>;
@@ -49,7 +50,7 @@ using Sum = RowSum<WARPS, WARPS * ROWS>;
 using Emitter = Fp8Rows<Q, CODES>;
 template <bool HELD> using Parameter = RowParameter<T, WARPS, VECTORS, HELD>;
 
-// Factors of elements k and k + 1.
+// Factors that elements k and k + 1 are multiplied by.
 __device__ __forceinline__ float2 factors(const Vec<T>& weight, int k) {
     const float2 w = weight.two(k);
     return OFFSET ? make_float2(1.0f + w.x, 1.0f + w.y) : w;
@@ -60,7 +61,7 @@ __device__ __forceinline__ float2 centred(const Vec<T>& x, int k, float centre) 
     return CENTRED ? make_float2(two.x - centre, two.y - centre) : two;
 }
 
-// mean (of LayerNorm) and 1 / sqrt(variance + eps) of the row in x.
+// centre = the mean of the row in x (LayerNorm) or 0; scale = 1 / sqrt(variance + eps).
 __device__ __forceinline__ void statistics(float& centre, float& scale, Registers& x, f32 eps,
                                            i32 C, Sum& row_sum) {
     float sum = 0.0f, squares = 0.0f;
@@ -95,9 +96,9 @@ __device__ __forceinline__ void statistics(float& centre, float& scale, Register
 // Position of the residual addition.
 enum Addition { NONE, BEFORE, AFTER };
 
-// One block's part of a forward pass. added: what is added to x BEFORE, the branch, with the sum
-// going to residual_out, or to its norm AFTER, the residual or null. HELD: parameters stay in
-// registers.
+// One block's part of a forward pass. added: BEFORE: the branch, which is added to x, with the sum
+// going to residual_out; AFTER: the residual, which is added to the norm's result, or null. HELD:
+// parameters stay in registers.
 template <Addition ADDITION, bool HELD>
 __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32* rstd, const T* x,
                                         const T* added, const T* weight, const T* bias, f32 eps,
@@ -300,7 +301,7 @@ norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
     float* sums = partial + (i64)blockIdx.x * C;
     sum_block_rows<T, WARPS, VECTORS, ROWS>(sums, C, d_weight, column_sums);
     if constexpr (CENTRED) {
-        __syncthreads();  // column_sums is used again
+        __syncthreads();  // the next iteration overwrites column_sums
         sums += (i64)gridDim.x * C;
         sum_block_rows<T, WARPS, VECTORS, ROWS>(sums, C, d_bias, column_sums);
     }

@@ -2,13 +2,14 @@
 //
 //   d_sum[i] = round((accumulate ? d_sum[i] : 0) + part0[i] + part1[i] + ...)
 //
-// from left to right in F32, rounded once: stochastically where d_sum is BF16 and there is more than
-// one addend, by the random bits of element first + i; else to nearest.
+// The kernel adds from left to right in F32 and rounds once. A BF16 d_sum with more than one addend
+// is rounded stochastically, by the random bits of element first + i; other sums to nearest.
 //
-// Data     declared in llmq/ops/pointwise/reduce.py. PARTS parts, the other pointers are null; a
-//          part may be d_sum, or in pinned memory.
+// Data     declared in llmq/ops/pointwise/reduce.py. The first PARTS parts are set, the others
+//          null; a part may be d_sum, or in pinned memory.
 // Launch   256 threads, ceil(n / 2048) blocks: 8 elements per thread.
-// Cost     all read and d_sum written once; a thread's loads of all parts are in flight together.
+// Cost     all parts read and d_sum written once; a thread's loads of all parts are in flight
+//          together.
 // Needs    scalars' seed, step and micro_step, if G is BF16 and something is added. first % 8 == 0.
 #include "common.cuh"
 
@@ -16,7 +17,7 @@
 #define PARTS 1
 #endif
 
-constexpr int COUNT = 8, MAX_PARTS = 8;  // PARTS of them is a constant of the launch
+constexpr int COUNT = 8, MAX_PARTS = 8;  // each number of PARTS is compiled separately
 
 __device__ __forceinline__ float summed(float x, bool several, u32 bits, float) { return x; }
 __device__ __forceinline__ bf16 summed(float x, bool several, u32 bits, bf16) {
@@ -52,7 +53,7 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
         if (accumulate) { before.load(d_sum + start); }
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) { loaded[p].load(parts[p] + start); }
-        // -0 is what does not change any number that it is added to.
+        // Adding -0 changes no number, not even -0.
         float total[COUNT];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) { total[k] = -0.0f; }
@@ -81,13 +82,13 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
 //   partial[s, c] = sum of d_out[r, c] over the rows r of split s, s = r / ceil(rows / splits)
 //   d[c]          = or += sum of partial[s, c] over s, as store_gradient
 //
-// Other operations, whose blocks leave partial sums too, end with column_sum as well.
+// column_sum also adds up the partial sums of other operations' blocks.
 //
 // Data     d_out: (rows, N) of T, 16-byte aligned, N with WIDE a multiple of 16 bytes. partial:
 //          (splits, N) F32, for column_sum any (rows, columns). d: N of G.
 // Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16
-//          bytes each, without WIDE one element. column_sum: 1024 threads; as many warps of a block
-//          as have 8 rows each, a power of two, share 32 columns.
+//          bytes each, without WIDE one element each. column_sum: 1024 threads; several warps of a
+//          block, a power of two, share 32 columns, so that each warp adds about 8 rows.
 // Cost     d_out read once; 8 16-byte loads in flight per thread. column_sum takes a few
 //          microseconds.
 // Needs    no split without rows.
@@ -163,8 +164,8 @@ column_sum(G* __restrict__ d, const f32* __restrict__ partial, const i32* __rest
     while (groups < 32 && groups * UNROLL < rows) { groups *= 2; }
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, across = 32 / groups;
     const int c = (blockIdx.x * across + warp % across) * 32 + lane;
-    // Short kernels: what they take is how many loads wait for one another. So what is needed at the
-    // end is loaded first.
+    // The time of a short kernel is the number of loads that wait for one another. So the values
+    // that are needed at the end are loaded first.
     const bool mine = warp < across && c < columns;
     const u32 seed = gradient_seed(reinterpret_cast<const StepScalars*>(scalars), salt);
     const G before = mine && accumulate ? d[c] : from_f32<G>(0.0f);

@@ -5,23 +5,23 @@
 //
 // Data     declared in llmq/ops/pointwise/swiglu.py. up_gate, d_up_gate: [up | gate] in every row.
 //          d_up_gate may be up_gate, out may be d_out. abs_max, with ABS_MAX = 1: raised to the
-//          largest |out| of forward, |d_up_gate| of backward. OUT = 1: backward writes forward's
-//          out again. _fp8: codes with CODES = 1, transposed with TRANSPOSED = 1 (fp8.cuh), of out
-//          or d_up_gate; out_*, with OUT_TRANSPOSED = 1, of backward's out, in E4M3. With CODED = 1
-//          up_gate and d_out are FP8 codes of products, of up_scale and in_scale; in_*: statistics
-//          of the codes of in_scale (fp8.cuh).
+//          largest |out| in forward, |d_up_gate| in backward. OUT = 1: backward writes forward's
+//          out again. _fp8: FP8 codes (fp8.cuh) of out or d_up_gate, in `codes` with CODES = 1, in
+//          `transposed` with TRANSPOSED = 1. out_*, with OUT_TRANSPOSED = 1: transposed E4M3 codes
+//          of backward's out. CODED = 1: up_gate and d_out are FP8 codes of products, with the
+//          scales up_scale and in_scale; in_*: statistics of the codes with in_scale (fp8.cuh).
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread. Kernels *_fp8:
 //          a block for every 128 rows and 64 columns of F; blockIdx.x counts along columns,
 //          blockIdx.y along rows.
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2, or 3
 //          with out; memory-bound: 4 or 6 16-byte loads in flight per thread, about 30 instructions
 //          per output element. _fp8: twice as many loads in flight, 40 (forward) or 60
-//          instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
+//          instructions; codes in both layouts take as many bytes as BF16. Backward has 16 KiB of
 //          shared memory for transposed codes of d_up_gate, and 8 KiB for transposed codes of out.
 //          CODED: inputs have half the bytes, in 8-byte loads. Then 30 (forward) or 50 (backward)
 //          instructions take as long as the loads.
-// Needs    rows * F below 2^32 vectors. _fp8: rows a multiple of 4, F of 16, rows at most 65535 * 128;
-//          turned: turned_columns(rows), an argument where registers are few.
+// Needs    rows * F below 2^32 vectors. _fp8: rows a multiple of 4, F of 16, rows at most 65535 *
+//          128; turned = turned_columns(rows), an argument in backward, which has few registers.
 #include "pointwise/activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"
@@ -39,13 +39,13 @@
 using Gate = GateOf<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
-// The format of results beside inputs of Element.
+// The format of results when inputs are of type Element.
 template <class Element> struct ResultOf { using Type = Element; };
 template <> struct ResultOf<e4m3> { using Type = bf16; };
 using V = ResultOf<U>::Type;
-constexpr int TILES_ON_SM = sizeof(V) == 2 ? 3 : 2;  // blocks that the registers must do for
+constexpr int TILES_ON_SM = sizeof(V) == 2 ? 3 : 2;  // blocks that share the registers of an SM
 
-// out of COUNT elements. EXACT: see share.
+// out = up * (gate * s) for COUNT elements. EXACT: see share.
 template <int COUNT, bool EXACT, class Result, class In>
 __device__ __forceinline__ void activate(Result& out, const In& up, const In& gate) {
 #pragma unroll
@@ -60,7 +60,7 @@ __device__ __forceinline__ void activate(Result& out, const In& up, const In& ga
     }
 }
 
-// out: activate()'s, from the same sigmoids.
+// d_up and d_gate for COUNT elements. out: the same as activate()'s, from the same sigmoids.
 template <int COUNT, bool EXACT, class Result, class Gradient, class In>
 __device__ __forceinline__ void gradients(Result& d_up, Result& d_gate, Result& out,
                                           const Gradient& d_out, const In& up, const In& gate) {
@@ -122,9 +122,9 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
-// No __restrict__ on tensors that may be one: every thread reads its elements before it writes.
-// 4 blocks on an SM: with ABS_MAX the compiler would take two registers too many for that, with OUT
-// ten, if it could unpack everything early.
+// No __restrict__ on tensors that may overlap: every thread reads its elements before it writes.
+// For 4 blocks on an SM: if the compiler could unpack all inputs early, it would use two registers
+// too many with ABS_MAX, and ten too many with OUT.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, f32* abs_max,
                 T* out) {
@@ -196,10 +196,10 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
 #endif
 }
 
-// With OUT, and for other compilers than Hopper's, there are too few registers for 3 blocks on an SM.
-// Inputs of 2 are 96 KiB, twice what must be under way for the memory of any of these GPUs.
+// With OUT, and on GPUs other than Hopper, there are too few registers for 3 blocks on an SM. The
+// inputs of 2 blocks are 96 KiB, twice the bytes in flight that full memory bandwidth needs.
 constexpr int BACKWARD_TILES_ON_SM = OUT || !ON_HOPPER ? 2 : TILES_ON_SM;
-// Measured: backward of codes is faster with streamed results, forward slower.
+// Measured with CODED: streamed stores make backward faster and forward slower.
 constexpr bool STREAMED = ON_HOPPER && CODED;
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_TILES_ON_SM)
 swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i64 turned, i32 F,
@@ -228,7 +228,7 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i6
         Pack<V, 8> d_up, d_gate, out_i;
         gradients<8, sizeof(V) == 4>(d_up, d_gate, out_i, d.row(i), up.row(i), gate.row(i));
         forget(d_up), forget(d_gate), forget(out_i);
-        forget(F);  // or addresses of all rows would be in registers
+        forget(F);  // else the compiler keeps the addresses of all rows in registers
         if constexpr (OUT) {
             V* const to = reinterpret_cast<V*>(out) + (place.row + i) * F + place.column;
             if (place.inside) { out_i.store(to); }
@@ -272,23 +272,24 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i6
 
 // -- gradient of rows with weights, for experts
 //
-//   d = T(weights * d_out), which becomes d_up_gate as above; d_weights = d_out . out, weighted =
-//   weights * out, out = forward's result again; weights of row r: those of order[r]
+//   d = T(weight * d_out) takes the place of d_out in the formulas above
+//   d_weight = the dot product of d_out and out in the row      weighted = weight * out
+//   out is forward's result again; row r has weights[order[r]] and d_weights[order[r]]
 //
-// Data     d_up_gate, d_out, up_gate, abs_max, codes, scale, saturated: as above, but no transposed codes;
-//          d_up_gate may be null with codes. order: I32 (rows). weights, d_weights: F32 (rows).
-//          weighted: T (rows, F), or null. F a multiple of 8.
+// Data     d_up_gate, d_out, up_gate, abs_max, codes, scale, saturated: as above, but no transposed
+//          codes; d_up_gate may be null with codes. order: I32 (rows). weights, d_weights: F32
+//          (rows). weighted: T (rows, F), or null. F a multiple of 8.
 // Launch   256 threads, a warp a row.
 // Cost     d_out and up_gate read, d_up_gate, weighted and codes written once.
 
-// No __restrict__ on tensors that may be one: a lane reads its elements before it writes.
+// No __restrict__ on tensors that may overlap: a lane reads its elements before it writes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 weighted_swiglu_backward(T* d_up_gate, f32* __restrict__ d_weights, T* __restrict__ weighted,
                          const T* __restrict__ d_out, const T* up_gate, const i32* __restrict__ order,
                          const f32* __restrict__ weights, i64 rows, i32 F, f32* abs_max,
                          Q* __restrict__ codes, Q* transposed, const f32* __restrict__ scale,
                          i32* saturated) {
-    constexpr int WIDTH = 8;  // columns of a lane
+    constexpr int WIDTH = 8;  // columns that a lane handles at a time
     const int lane = threadIdx.x % 32;
     const i64 row = ((i64)blockIdx.x * THREADS + threadIdx.x) / 32;
     Fp8Encoder<Q, CODES> encoder(scale);
@@ -336,18 +337,21 @@ weighted_swiglu_backward(T* d_up_gate, f32* __restrict__ d_weights, T* __restric
 
 // -- gated activation of clamped pairs, and its gradient
 //
-//   out = (u + 1) * (g * s)      g = min(gate, limit), u = up from -limit to limit, s = sigmoid(alpha g)
+//   out = (u + 1) * (g * s)      g = min(gate, limit), u = up clamped to [-limit, limit],
+//                                s = sigmoid(alpha g)
 //   d_up = d_out * (g * s)       d_gate = d_out * (u + 1) * s * (1 + alpha g (1 - s))
 //
-// A gradient is 0 where its own input is cut off.
+// The gradient of gate or up is 0 where that input is clamped.
 //
-// Data     pairs, d_pairs: (rows, 2F), gate and up side by side. out, d_out: (rows, F). All of T, 16-byte
-//          aligned. n: elements of out, a multiple of one 16-byte vector. d_pairs may be pairs.
+// Data     pairs, d_pairs: (rows, 2F), each gate beside its up. out, d_out: (rows, F). All of T,
+//          16-byte aligned. n: elements of out, a multiple of one 16-byte vector. d_pairs may be
+//          pairs.
 // Launch   256 threads, a 16-byte vector of out each.
-// Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2. Memory-bound.
+// Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2.
+//          Memory-bound.
 // Needs    limit above 0.
 
-// Comparisons let NaN be, which fminf would not.
+// Comparisons keep NaN, which fminf would replace.
 struct Parts {
     float gate, up, share;
     bool gate_cut, up_cut;

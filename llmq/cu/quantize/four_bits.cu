@@ -1,13 +1,13 @@
-// four_bits.cu -- NF4: 4-bit codes of weights, a scale for 64 of them, 8-bit codes of scales.
+// four_bits.cu -- NF4: 4-bit codes of weights, a scale for each 64 codes, 8-bit codes of scales.
 //
-//   scales[b] = max |x| in block b of 64       codes: the level nearest to x / scales[b], of 16
+//   scales[b] = max |x| in block b of 64       codes: the nearest of 16 levels to x / scales[b]
 //   groups[g] = max |scales - mean| in group g of 256 blocks
-//   codes of scales: the level nearest to (scales - mean) / groups[g], of 256
+//   codes of scales: the nearest of 256 levels to (scales - mean) / groups[g]
 //   x ~ level * (scale level * groups[g] + mean)           in F32, then rounded to out
 //
-// Data     declared in llmq/ops/quantize/four_bits.py. codes: two neighbours a byte, the first in
-//          the higher bits. levels ascend. nf4_decode_fp8: values are divided by *scale before
-//          rounding. Decoding: several modules of n elements, each with its own groups and mean.
+// Data     declared in llmq/ops/quantize/four_bits.py. codes: two neighbours in a byte, the first
+//          in the higher bits. levels ascend. nf4_decode_fp8 divides values by *scale before rounding.
+//          Decoding: several modules of n elements, each with its own groups and mean.
 // Launch   256 threads. A thread encodes 8 or decodes 16 elements: ceil(n / 2048) or ceil(n / 4096)
 //          blocks, times modules when decoding. nf4_quantize_scales: a block for each group.
 // Cost     inputs read and outputs written once; a decoding thread reads 8 bytes of codes.
@@ -16,8 +16,8 @@
 #include "ptx.cuh"
 #include "quantize/four_bits.cuh"
 
-constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements of a thread
-constexpr int LANES = BLOCK / COUNT;     // threads that share a block
+constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements per thread
+constexpr int LANES = BLOCK / COUNT;     // threads that share a block of elements
 constexpr float LEAST = 1e-38f;          // equal to llmq/ref/quantize/four_bits.py's
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -62,7 +62,7 @@ nf4_quantize_scales(u8* __restrict__ codes, f32* __restrict__ groups,
 }
 
 // Decode DECODED elements of this block's module, from `first` on. n: elements of a module. before:
-// elements of the modules before. table: LEVELS, in shared memory.
+// number of elements in the preceding modules. table: LEVELS, in shared memory.
 __device__ __forceinline__ void decode(float (&v)[DECODED], const float* table, i64 first, i64 before,
                                        i64 n, const u8* codes, const u8* scale_codes,
                                        const f32* groups, const f32* mean, const f32* levels) {
@@ -118,13 +118,13 @@ nf4_decode_fp8(e4m3* __restrict__ out, const f32* __restrict__ scale,
         make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// -- MXFP4: 4-bit codes of weights (E2M1), a power of two for 32 of them (E8M0).
+// -- MXFP4: 4-bit codes of weights (E2M1), a power of two (E8M0) for each 32 codes.
 //
 //   exponents[b] = 127 + the smallest e with which no |x| / 2^e in block b of 32 is above 6
-//   codes: the level nearest to x / 2^e, of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; ties to even
+//   codes: a sign, and the nearest to |x| / 2^e of 0, 0.5, 1, 1.5, 2, 3, 4, 6; ties to even codes
 //   x ~ level * 2^e, exact in BF16
 //
-// Data     x, out: T (n); codes: U8 (n/2), two neighbours each, the first in the lower bits;
+// Data     x, out: T (n); codes: U8 (n/2), two neighbours in a byte, the first in the lower bits;
 //          exponents: U8 (n/32). All 16-byte aligned.
 // Launch   256 threads. 8 elements per thread: ceil(n / 2048) blocks.
 // Cost     inputs read and outputs written once; a thread reads 4 bytes of codes.
@@ -139,7 +139,7 @@ mxfp4_encode(u8* __restrict__ codes, u8* __restrict__ exponents, const T* __rest
     float v[COUNT];
     const float largest = load_block<MXFP4_LANES>(v, x + first, inside);
     if (!inside) { return; }
-    // 4 * 1.m is at most 6, or else half of 4 * 1.m.
+    // A largest |x| of 1.m * 2^k becomes 4 * 1.m, or 2 * 1.m if 4 * 1.m is above 6.
     const u32 bits = __float_as_uint(largest);
     const int wanted = (int)(bits >> 23) - 2 + ((bits & 0x7FFFFFu) > 0x400000u);
     const u32 exponent = wanted < 0 ? 0 : wanted;

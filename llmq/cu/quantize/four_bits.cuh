@@ -4,7 +4,7 @@
 
 constexpr int BLOCK = 64, GROUP = 256;  // NF4_BLOCK, NF4_GROUP in llmq/ref/common.py
 
-// NF4_LEVELS in llmq/ref/common.py.
+// The levels of NF4, equal to NF4_LEVELS in llmq/ref/common.py.
 __device__ __constant__ float LEVELS[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
     -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,

@@ -4,15 +4,15 @@
 //
 // Data     x, out: T (rows, columns); codes: E4M3 (rows, columns). All 16-byte aligned. scales: F32
 //          (ceil(rows / 128), ceil(columns / 128)). Blocks at the lower and right edge may be
-//          smaller. Decoding: one of several modules, one after another, each with its scales.
+//          smaller. Decoding: several modules, one after another in memory, each with its scales.
 // Launch   256 threads. Encoding: a block for each block of the matrix, grid (across, down).
 //          Decoding: 16 elements per thread, ceil(rows * columns / 4096) blocks, times modules.
-// Cost     inputs read and outputs written once; all accesses but those of scales are 16 bytes.
+// Cost     inputs read and outputs written once; all accesses but of scales have 16 bytes.
 // Needs    columns a multiple of 16.
 #include "common.cuh"
 
 constexpr int THREADS = 256, BLOCK = 128, COUNT = 8, DECODED = 16;
-constexpr int ACROSS = BLOCK / COUNT, DOWN = THREADS / ACROSS;  // threads beside and below each other
+constexpr int ACROSS = BLOCK / COUNT, DOWN = THREADS / ACROSS;  // columns and rows of threads in a block
 constexpr float LEAST_ABS_MAX = 1e-10f;  // equal to llmq/ref/quantize/quantize.py's
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,6 +1,6 @@
 // fp8_scale.cu -- scales of FP8 tensors from the largest |x| of the last optimizer steps.
 //
-//   update   history[h] = history[h + 1], the last one = abs_max, or 0 if this is not finite
+//   update   history[h] = history[h + 1]; the last entry = abs_max, or 0 if abs_max is not finite
 //            m = largest of history      scale = max(m, 1e-10) / limit, 1 if m is 0
 //            factor = 1 / scale
 //   now      scale = max(abs_max, 1e-10) / limit, NaN if abs_max is not finite
@@ -52,11 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 fp8_scale_count(f64* __restrict__ stats, const i32* __restrict__ saturated,
                 const f32* __restrict__ abs_maxes, i32 n) {
     __shared__ f64 shared[32];
-    f64 sum = 0.0;  // of integers: exact in any order
+    f64 sum = 0.0;  // a sum of integers, exact in any order
     for (int i = threadIdx.x; i < n; i += THREADS) {
         sum += (u32)saturated[i * STRIDE];
         const float seen = abs_maxes[i * STRIDE];
-        if (!isfinite(seen)) { stats[NORM_SQUARED] = seen - seen; }  // all write NaN
+        if (!isfinite(seen)) { stats[NORM_SQUARED] = seen - seen; }  // all threads write NaN
     }
     sum = block_sum(sum, shared);
     if (threadIdx.x == 0) { stats[SATURATED] += sum; }
@@ -64,14 +64,14 @@ fp8_scale_count(f64* __restrict__ stats, const i32* __restrict__ saturated,
 
 // -- Largest |x| of a tensor, from which its FP8 scale follows.
 //
-//   abs_max = max(abs_max, max_i |x_i|)        NaN counts as largest
+//   abs_max = max(abs_max, max_i |x_i|)        NaN counts as the largest
 //   combine: out[i] = max over ranks of gathered[rank, i]
 //   scales:  scales[i] = max(abs_maxes[i], 1e-10) / largest, NaN if abs_maxes[i] is not finite
 //
 // Data     x: n elements of T, 16-byte aligned. abs_max: F32 (1), not negative. out: F32 (n).
 //          gathered: F32 (world_size, n), none negative. scales, abs_maxes: F32 (n).
 // Launch   256 threads; abs_max: any grid, others: ceil(n / 256) blocks.
-// Cost     x read once, and left in the L2 cache for the kernel that quantizes it; four 16-byte
+// Cost     x read once, and left in the L2 cache for the kernel that quantizes x; four 16-byte
 //          loads in flight per thread, one atomic per block.
 // Needs    nothing. Deterministic: the maximum of integers does not depend on their order.
 
@@ -111,7 +111,7 @@ abs_max_combine(f32* __restrict__ out, const f32* __restrict__ gathered, i32 wor
     out[i] = __uint_as_float(largest);
 }
 
-// scale_factor of quantize.cu, for many tensors.
+// The same scale as scale_factor of quantize.cu, for many tensors.
 extern "C" __global__ void __launch_bounds__(256)
 abs_max_scales(f32* __restrict__ scales, const f32* __restrict__ abs_maxes, f32 largest, i64 n) {
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;

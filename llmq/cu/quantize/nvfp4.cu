@@ -1,14 +1,14 @@
-// nvfp4.cu -- NVFP4: 4-bit codes of weights (E2M1), a scale (E4M3) for 16 of them, a factor (F32)
-// for a module.
+// nvfp4.cu -- NVFP4: 4-bit codes of weights (E2M1), a scale (E4M3) for each 16 codes, a factor
+// (F32) for a module.
 //
-//   factor = max |x| / (448 * 6)                  of the module
-//   scales[b] = max |x| in block b of 16 / 6 / factor, at least the smallest E4M3 number
-//   codes: the level nearest to x / (scale * factor), of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign
+//   factor = max |x| of the module / (448 * 6)
+//   scales[b] = (max |x| in block b of 16) / 6 / factor, at least the smallest E4M3 number
+//   codes: a sign, and the nearest to |x| / (scale * factor) of 0, 0.5, 1, 1.5, 2, 3, 4, 6
 //   x ~ level * (scale * factor), rounded to out
 //
-// Data     x, out: T (n); codes: U8 (n/2), two neighbours each, the first in the lower bits; scales:
-//          E4M3 (n/16). All 16-byte aligned, scales of any alignment. abs_max, factor: F32 (1).
-//          Decoding: n elements of one of several modules, one after another, each with a factor.
+// Data     x, out: T (n); codes: U8 (n/2), two neighbours in a byte, the first in the lower bits;
+//          scales: E4M3 (n/16). All but scales 16-byte aligned. abs_max, factor: F32 (1).
+//          Decoding: several modules of n elements, one after another, each with its factor.
 // Launch   256 threads. A thread encodes 8 or decodes 16 elements: ceil(n / 2048) or ceil(n / 4096)
 //          blocks, times modules when decoding.
 // Cost     inputs read and outputs written once; a decoding thread reads 8 bytes of codes.
@@ -16,10 +16,10 @@
 #include "common.cuh"
 #include "quantize/four_bits.cuh"
 
-constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements of a thread
-constexpr int LANES = DECODED / COUNT;      // threads that share a block
+constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements per thread
+constexpr int LANES = DECODED / COUNT;      // threads that share a block of elements
 constexpr float LEAST_ABS_MAX = 1e-10f;     // equal to llmq/ref/quantize/quantize.py's
-constexpr float LEAST_SCALE = 0.001953125f; // 2^-9
+constexpr float LEAST_SCALE = 0.001953125f; // 2^-9, the smallest E4M3 number
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 nvfp4_encode(u8* __restrict__ codes, e4m3* __restrict__ scales, f32* __restrict__ factor,

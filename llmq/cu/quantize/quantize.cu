@@ -3,34 +3,34 @@
 //
 //   scale = max(abs_max, 1e-10) / MAX          q[r, c] = q_t[c, r] = fp8(x[r, c] * (1 / scale))
 //
-// so that x = q * scale up to rounding. MAX is the largest finite value of Q; fp8() rounds to
-// nearest even and clamps to +-MAX, NaN becomes 0x7F. If abs_max is infinite or NaN, scale and all
-// codes are NaN. quantize_scaled: with a given scale, see fp8.cuh; equal scales give equal codes.
+// Thus x = q * scale up to rounding. MAX is the largest finite value of Q; fp8() rounds to nearest
+// even and clamps to +-MAX; NaN becomes 0x7F. If abs_max is infinite or NaN, scale and all codes
+// are NaN. quantize_scaled takes the scale as an input, see fp8.cuh; equal scales give equal codes.
 // transpose_codes: q_t[c, r] = q[r, c]. dequantize: out[i] = q[i] * scale.
 //
 // Data     declared in llmq/ops/quantize/quantize.py. Transposed codes end with zeros up to a
-//          multiple of 16. One of codes and transposed may be null. abs_max of quantize_scaled,
-//          with ABS_MAX = 1: raised to the largest |x|.
+//          multiple of 16. Either codes or transposed may be null. quantize_scaled with ABS_MAX = 1
+//          raises abs_max to the largest |x|.
 // Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
 //          quantize_scaled: a block for every OctetTile of fp8.cuh, 128 rows and 64 columns, grid
 //          (across, down). transpose_codes: tiles of 128 rows and 128 columns, times the number of
 //          matrices below each other. dequantize: 16 elements per thread, ceil(n / 4096) blocks.
 // Cost     memory-bound, about 8 instructions per element; every access to global memory is 16
-//          bytes. A tile reads lines of 128 bytes (BF16), writes 64 bytes of each row of q, 128 of
-//          each row of q_t. It is transposed in 8 KiB of shared memory without bank conflicts;
-//          transpose_codes reads and writes lines of 128 bytes through 16 KiB.
+//          bytes. A tile reads lines of 128 bytes (BF16), writes 64 bytes of each row of q and 128
+//          bytes of each row of q_t. 8 KiB of shared memory transpose the tile without bank
+//          conflicts; transpose_codes reads and writes lines of 128 bytes through 16 KiB.
 // Needs    rows a multiple of 4, cols of 16; rows at most 65535 * 128.
 #include "common.cuh"
 #include "fp8.cuh"
 
-constexpr int THREADS = 256, OCTETS = 4;  // of a thread of quantize, 8 elements each
+constexpr int THREADS = 256, OCTETS = 4;  // octets: 8 elements each, per thread of quantize
 constexpr float LEAST_ABS_MAX = 1e-10f;   // equal to llmq/ref/quantize/quantize.py's
 
 #ifndef ABS_MAX  // in compilations of other entries
 #define ABS_MAX 0
 #endif
 
-// Factor of x; one thread of the grid writes the scale.
+// Returns 1 / scale, which x is multiplied by; one thread of the grid writes the scale.
 __device__ __forceinline__ float scale_factor(f32* scale, const f32* abs_max) {
     const float m = *abs_max;
     const float value = isfinite(m) ? fmaxf(m, LEAST_ABS_MAX) / Fp8<Q>::MAX : m - m;  // or NaN
@@ -50,7 +50,7 @@ struct Octet {
     static constexpr int PARTS = 8 / Vec<T>::N;
     uint4 part[PARTS];
 
-    // Zeros if not inside.
+    // Loads zeros unless `inside`.
     __device__ __forceinline__ void load(const T* p, bool inside) {
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
@@ -136,8 +136,8 @@ quantize_scaled(const T* __restrict__ x, i64 rows, i32 cols, f32* abs_max, Q* __
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
-// From the last rows to the first: a norm that wrote q just before leaves q's last rows in the L2
-// cache.
+// Goes from the last rows to the first: a norm that has just written q leaves q's last rows in the
+// L2 cache.
 extern "C" __global__ void __launch_bounds__(THREADS)
 transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols) {
     __shared__ CodesTile tile;

@@ -3,12 +3,12 @@
 //   rows      q[r, c] = int8(y[r, c] / scale[r])      scale[r] = max(largest |y[r, :]|, 1e-30) / 127
 //   columns   q_t[c, r] = int8(x[r, c] / scale[c])    scale[c] = max(largest |x[:, c]|, 1e-30) / 127
 //
-// y = x, or with FACTORS x[r, c] * factors[c]. int8() rounds to nearest even. With STOCHASTIC it
-// rounds up or down with probabilities that keep the mean, by random numbers that follow from seed,
-// step, salt, the row's sequence in the step and the row's place in the sequence. If the largest
-// value of a row or column is infinite or NaN, its scale is NaN and its codes are 0: all products
-// with these codes are NaN. column_max: the largest |x[:, c]| of each column, which `columns`
-// reads. decode: out = q * scale of its row.
+// y = x, or with FACTORS x[r, c] * factors[c]. int8() rounds to nearest even; with STOCHASTIC up or
+// down with probabilities that keep the mean. The random numbers follow from seed, step, salt, the
+// row's sequence in the step and the row's place in the sequence. If the largest value of a row or
+// column is infinite or NaN, its scale is NaN and its codes are 0: all products with these codes
+// are NaN. column_max writes the largest |x[:, c]| of each column, which `columns` reads. decode:
+// out = q * the row's scale.
 //
 // Data     declared in llmq/ops/quantize/quantize_int8.py. Rows of q_t end with zeros up to a
 //          multiple of 16.
@@ -17,7 +17,8 @@
 //          columns, blockIdx.y along rows.
 // Cost     memory-bound: `rows` reads x once, column_max and columns once each. Stochastic rounding
 //          takes 6 instructions for an element's random bits.
-// Needs    rows and sequence (rows of one) multiples of 4, cols of 16. column_max zero before.
+// Needs    rows and `sequence` (rows per sequence) multiples of 4, cols of 16. column_max is zero
+//          before the launch.
 #include "common.cuh"
 #include "fp8.cuh"
 
@@ -32,13 +33,13 @@ constexpr float LEAST_ABS_MAX = 1e-30f;  // equal to llmq/ref/quantize/quantize_
 #define STOCHASTIC 0
 #endif
 
-// Constants of quantize_int8_rows. VECTORS: 16 bytes each, of a row in a lane's registers.
+// Constants of quantize_int8_rows. VECTORS: 16-byte vectors of a row in a lane's registers.
 constexpr int VECTORS = 8, ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;
 
 struct Scale {
     float value, factor;
 
-    // largest: from abs_bits.
+    // largest: the bits of the largest |x|.
     __device__ __forceinline__ explicit Scale(u32 largest) {
         const float m = __uint_as_float(largest);
         const bool finite = isfinite(m);
@@ -47,7 +48,7 @@ struct Scale {
     }
 };
 
-// Random numbers of one row of a step.
+// Random bits for the elements of one row.
 struct RowBits {
     u32 seed;
     u64 start;
@@ -61,14 +62,14 @@ struct RowBits {
             start = (first * (u32)sequence + token) * (u32)cols;
         }
     }
-    // Bits of the row's columns c and c + 1, c even: 16 bits each.
+    // Random bits for columns c and c + 1, c even: 16 bits each.
     __device__ __forceinline__ u32 pair(int c) const {
         if constexpr (STOCHASTIC) { return random_bits(seed, (start + (u32)c) >> 1); }
         return 0;
     }
 };
 
-// One byte of a result; bits: 16 random bits.
+// The code of x * factor. bits: 16 random bits in the lower half.
 __device__ __forceinline__ u32 code(float x, float factor, u32 bits) {
     // Factor 0 (no scale) gives code 0, even where x is infinite.
     const float v = factor == 0.0f ? 0.0f : x * factor;
@@ -82,7 +83,7 @@ __device__ __forceinline__ u32 code(float x, float factor, u32 bits) {
     return (u32)rounded & 0xFFu;
 }
 
-// Four neighbours from column c on, a multiple of 4.
+// A word with the codes of columns c to c + 3, c a multiple of 4.
 template <class Get, class Factor>
 __device__ __forceinline__ u32 four_codes(const RowBits& row, int c, Get get, Factor factor) {
     const u32 low = row.pair(c), high = row.pair(c + 2);
@@ -140,7 +141,7 @@ quantize_int8_rows(i8* __restrict__ q, f32* __restrict__ scale, const T* __restr
         const int c = values.column(i);
         if (c >= cols) { continue; }
         uint4 packed = pack(values.v[i]);
-        forget(packed);  // else all would be unpacked early, into too many registers
+        forget(packed);  // else the compiler unpacks all vectors early, into too many registers
         const Vec<T> part = unpack<T>(packed);
         u32 words[N / 4];
 #pragma unroll
@@ -225,7 +226,7 @@ quantize_int8_columns(i8* __restrict__ q_t, f32* __restrict__ scale, const T* __
     tile.store(q_t, place.first_row, place.first_column, turned_columns(rows), cols);
 }
 
-// Four neighbours for each thread.
+// Each thread decodes four neighbours.
 extern "C" __global__ void __launch_bounds__(256)
 quantize_int8_decode(T* __restrict__ out, const i8* __restrict__ q, const f32* __restrict__ scale,
                      i64 rows, i32 cols) {
@@ -241,7 +242,7 @@ quantize_int8_decode(T* __restrict__ out, const i8* __restrict__ q, const f32* _
 
 // -- outliers: columns of an activation for which signed bytes are too coarse
 //
-//   select    limit = threshold, or the least with which at most `most` columns are above it
+//   select    limit = threshold, or the least larger limit that at most `most` columns exceed
 //             index = columns c with column_max[c] > limit, ascending, then -1
 //             mask[c] = 0 for these columns, 1 for others
 //   take      out[r, j] = x[r, index[j]], 0 where index[j] < 0
@@ -250,12 +251,13 @@ quantize_int8_decode(T* __restrict__ out, const i8* __restrict__ q, const f32* _
 // Data     column_max, mask: F32 (cols); index: I32 (most); x: T (rows, cols), out: T (rows, most);
 //          q: I8 (rows, cols), scale: F32 (rows).
 // Launch   select: one block of 1024 threads. take, weight: 256 threads, one element each.
-// Cost     select: cols read 32 times, from the cache. take, weight: a sector for each element.
+// Cost     select: column_max read about 32 times, from the cache. take, weight: each element reads
+//          a 32-byte sector.
 // Needs    column_max not negative; NaN is above every limit.
 
 constexpr int SELECT_THREADS = 1024;
 
-// The number of columns above the limit, in all threads.
+// Returns the number of columns above the limit to all threads.
 __device__ __forceinline__ int count_above(const f32* column_max, int cols, u32 limit,
                                            int* shared) {
     int count = 0;
@@ -269,10 +271,10 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS)
 outliers_select(f32* __restrict__ mask, i32* __restrict__ index,
                 const f32* __restrict__ column_max, f32 threshold, i32 most, i32 cols) {
     __shared__ int shared[32], before[SELECT_THREADS];
-    // Bits of numbers that are not negative have the numbers' order.
+    // Nonnegative floats have the same order as their bits.
     u32 limit = __float_as_uint(threshold);
     if (count_above(column_max, cols, limit, shared) > most) {
-        u32 low = limit, high = 0x7FFFFFFFu;  // too many are above low, few enough above high
+        u32 low = limit, high = 0x7FFFFFFFu;  // more than `most` columns exceed low, at most `most` exceed high
         while (high - low > 1) {
             const u32 middle = low + (high - low) / 2;
             if (count_above(column_max, cols, middle, shared) > most) {
@@ -283,7 +285,7 @@ outliers_select(f32* __restrict__ mask, i32* __restrict__ index,
         }
         limit = high;
     }
-    // Each thread has neighbouring columns, so that threads write their indices in order.
+    // Each thread has a range of neighbouring columns, so that indices ascend over the threads.
     const int each = (cols + SELECT_THREADS - 1) / SELECT_THREADS, t = threadIdx.x;
     const int first = t * each, last = min(first + each, cols);
     int own = 0;

@@ -11,7 +11,7 @@
 // Data     declared in llmq/ops/quantize/ternary.py.
 // Launch   sums: 256 threads, a warp for each row. scales: one block of 1024 threads for a module.
 //          codes, round: 256 threads, four neighbours each.
-// Cost     memory-bound: each reads w once, or one number a row.
+// Cost     memory-bound: scales reads one number for each row, the other kernels read w once.
 // Needs    cols a multiple of 16.
 #include "common.cuh"
 
@@ -37,7 +37,7 @@ ternary_scales(f32* __restrict__ scale, const f32* __restrict__ sums, i64 rows, 
     for (i64 r = threadIdx.x; r < rows; r += 1024) { total += sums[r]; }
     const float mean = (float)(block_sum(total, shared) / ((f64)rows * cols));
     for (i64 r = threadIdx.x; r < rows; r += 1024) {
-        scale[r] = mean < LEAST_MEAN ? LEAST_MEAN : mean;  // NaN stays
+        scale[r] = mean < LEAST_MEAN ? LEAST_MEAN : mean;  // NaN stays NaN
     }
 }
 

@@ -3,13 +3,13 @@
 //   lr = lr_scale * scalars.lr
 //   g = grad_scale * grad       m += (1 - beta1) * (g - m)       v += (1 - beta2) * (g * g - v)
 //   param -= lr * beta1_correction * m / (sqrt(v) * sqrt(beta2_correction) + epsilon) + decay * param
-//   decay = lr * weight_decay in the segments that decay, else 0;  work = bf16(param)
+//   decay = lr * weight_decay in segments with weight decay, else 0;  work = bf16(param)
 //
-// E4M3 moments: see moments.cuh; for the reasons see llmq/ops/update/adamw.py.
+// E4M3 moments: see moments.cuh; llmq/ops/update/adamw.py gives the reasons.
 //
 // Data     declared in llmq/ops/update/adamw.py. m_scale, v_scale: null unless the moment is E4M3.
 //          segments: ends ascend, in multiples of 128 from the start of the slab; param, work,
-//          grad, m, v start at the slab's element first.
+//          grad, m, v start at the slab's element `first`.
 // Launch   128 threads, ceil(n / 1024) blocks: 8 elements per thread, 16 threads for a scale.
 // Cost     param, m, v read and written, grad read, work written, once each; memory-bound, but
 //          barely: 80 instructions per element with three stochastic roundings. An exact division
@@ -17,7 +17,7 @@
 // Needs    scalars final on the same stream. skip_update: every thread returns at once.
 #include "update/moments.cuh"
 
-// True if the parameter that holds element i decays: binary search for the first end above i.
+// Whether the parameter that holds element i decays: binary search for the first end above i.
 __device__ __forceinline__ bool decays_at(const i64* segments, i32 num_segments, i64 i) {
     int low = 0, high = num_segments - 1;
     while (low < high) {
@@ -39,7 +39,7 @@ adamw(P* __restrict__ param, bf16* __restrict__ work, const G* __restrict__ grad
       u32 salt, i64 first, i64 n) {
     const i64 mine = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
     if (scalars->skip_update) { return; }
-    // Threads past the end, which whole warps need, compute the last elements and store nothing.
+    // `fit` needs whole warps: threads past the end compute the last elements and store nothing.
     const i64 start = min(mine, n - COUNT);
     Pack<P, COUNT> p_pack;
     Pack<G, COUNT> g_pack;

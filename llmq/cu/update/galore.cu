@@ -1,26 +1,27 @@
 // galore.cu -- GaLore's kernels beside its products: eigenvectors of small symmetric matrices, and
 // the replacement of a projection.
 //
-//   eigen   rows of s = eigenvectors of s by falling eigenvalues; with roots each one divided by the
-//           root of its eigenvalue, of at least 2^-40 of the largest one, or zeros if s is zero
+//   eigen   rows of s = eigenvectors of s by falling eigenvalues; with `roots` each eigenvector is
+//           divided by the root of its eigenvalue, which is raised to at least 2^-40 of the largest
+//           eigenvalue; zeros if s is zero
 //   renew   projection = x, unless skip_update is set
 //
 // Data     s, v: F32, square matrices of `side` rows, one after another; s symmetric, v scratch.
 //          projection D: F32 or BF16, x F32, n elements.
 // Launch   eigen: 1024 threads, a block for each matrix, 8 * (side + 1) bytes of shared memory.
 //          renew: 256 threads, one for each element.
-// Cost     eigen: Jacobi's rotations, at most 12 sweeps of side^2 / 2 rotations. Each side / 2
-//          rotations read and write 3 * side^2 numbers; matrices of 136 rows take milliseconds, of
-//          1,032 rows seconds, as many at once as there are multiprocessors.
+// Cost     eigen: Jacobi's rotations, at most 12 sweeps of side^2 / 2 rotations. Each round of
+//          side / 2 rotations reads and writes 3 * side^2 numbers; a matrix of 136 rows takes
+//          milliseconds, of 1,032 rows seconds; each multiprocessor works on one matrix at a time.
 // Needs    skip_update final on the same stream. The result of a matrix with NaN is undefined.
 #include "common.cuh"
 
 constexpr int SWEEPS = 12;
-constexpr float NEGLIGIBLE = 0x1p-21f;  // of an element beside the root of both diagonal elements
-constexpr float LEAST = 0x1p-40f;       // eigenvalue beside the largest one
+constexpr float NEGLIGIBLE = 0x1p-21f;  // ratio of an element to the geometric mean of the diagonal
+constexpr float LEAST = 0x1p-40f;       // least ratio of an eigenvalue to the largest eigenvalue
 
-// Pair i of a round, in which every number below `even` is in one pair; over even - 1 rounds each two
-// numbers meet once.
+// Pair i of a round. A round puts every number below `even` into one pair; over even - 1 rounds
+// each two numbers meet once.
 __device__ __forceinline__ int2 pair_of(int round, int i, int even) {
     const int turn = even - 1;
     const int p = i == 0 ? turn : (round + i) % turn, q = (round + turn - i) % turn;
@@ -31,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 galore_eigen(f32* __restrict__ s, f32* __restrict__ v, i32 roots, i32 side) {
     extern __shared__ float shared[];
     const int even = side + side % 2, pairs = even / 2;
-    float* const cosines = shared;  // of the pairs of a round; later the eigenvalues
+    float* const cosines = shared;  // one for each pair of a round; later the eigenvalues
     float* const sines = shared + pairs;
     int* const order = reinterpret_cast<int*>(shared + even);
     s += (i64)blockIdx.x * side * side, v += (i64)blockIdx.x * side * side;

@@ -1,8 +1,8 @@
 // global_norm.cu -- the norm of all gradients, gradient scale and skip flag for the update rule.
 //
 //   partials[block] = sum of x^2 over the block's part      stats[norm_squared] += sum(partials)
-//   combine: stats[k] = sum of gathered[rank, k] in the order of ranks; the largest if maxima has
-//            bit k
+//   combine: stats[k] = sum of gathered[rank, k] in the order of ranks, or the largest of them if
+//            bit k of maxima is set
 //   norm = sqrt(norm_squared) / count
 //   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / count
 //   skip_update = norm is not finite or count == 0 or, for a limit above 0, one of these is false:
@@ -12,7 +12,7 @@
 // Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. combine: n threads.
 //          finish: one thread.
 // Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64
-//          bytes at a time, then in F64, so that consumer GPUs' slow F64 does not show.
+//          bytes at a time, then in F64, so that the slow F64 of consumer GPUs costs no time.
 // Needs    finish: loss, count and norm_squared final on the same stream.
 #include "common.cuh"
 

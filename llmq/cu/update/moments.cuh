@@ -1,14 +1,14 @@
-// moments.cuh -- what update rules keep of each element: F32, BF16 rounded stochastically, or E4M3.
+// moments.cuh -- moments of update rules: F32, BF16 rounded stochastically, or E4M3.
 //
-// E4M3 moments: m = code * scale, v = (code * scale)^2, one scale for 128 neighbours, the smallest
-// power of two with which the largest of them is at most 448. A thread has COUNT elements, and
-// whole warps call `fit`, since SCALE_THREADS neighbours share a scale.
+// E4M3 moments: m = code * scale, v = (code * scale)^2. 128 neighbours share a scale, the smallest
+// power of two with which their largest code is at most 448. A thread has COUNT elements, and whole
+// warps call `fit`, since SCALE_THREADS neighbouring threads share a scale.
 #pragma once
 #include "common.cuh"
 
 constexpr int COUNT = 8;            // elements per thread: one vector of BF16, two of F32
 constexpr int SCALE_THREADS = 16;   // 128 elements
-constexpr int LEAST_EXPONENT = 27;  // of a scale, with F32's bias of 127, so that 1 / scale exists
+constexpr int LEAST_EXPONENT = 27;  // a scale's least exponent, biased by 127: 1 / scale is finite
 
 template <class X> __device__ __forceinline__ X rounded(float x, u32 bits);
 template <> __device__ __forceinline__ float rounded<float>(float x, u32 bits) { return x; }
@@ -16,8 +16,8 @@ template <> __device__ __forceinline__ bf16 rounded<bf16>(float x, u32 bits) {
     return round_stochastic(x, bits);
 }
 
-// A thread's COUNT elements of a moment. SECOND: v, rounded by the high random bits; m by the low
-// ones. ROOT: fit and set take roots of new values.
+// A thread's COUNT elements of a moment. SECOND: v, rounded by the high random bits; else m, by the
+// low bits. ROOT: fit and set take the square roots of new values.
 template <class X, bool SECOND> struct Moment {
     static constexpr bool ROOT = false;
     Pack<X, COUNT> pack;
@@ -52,7 +52,7 @@ template <bool SECOND> struct Moment<e4m3, SECOND> {
         const float x = (k % 2 ? both.y : both.x) * scale;
         return SECOND ? x * x : x;
     }
-    // The scale for these new values of this thread and of those that share it.
+    // Sets the scale for the new values of this thread and of the threads that share the scale.
     __device__ __forceinline__ void fit(const float (&x)[COUNT]) {
         float largest = 0.0f;
 #pragma unroll
@@ -61,22 +61,23 @@ template <bool SECOND> struct Moment<e4m3, SECOND> {
         for (int other = SCALE_THREADS / 2; other > 0; other >>= 1) {
             largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, other));
         }
-        // 448 = 1.75 * 2^8: up to the next exponent if the fraction is larger than 0.75.
+        // 448 = 1.75 * 2^8: the exponent rises by one if the fraction is larger than 0.75.
         const int exponent = (int)((__float_as_uint(largest) + 0x1FFFFFu) >> 23) - 8;
         const int fitting = max(exponent, LEAST_EXPONENT);
         scale = __uint_as_float((u32)fitting << 23);
         inverse = __uint_as_float((u32)(254 - fitting) << 23);
     }
-    // Rounded stochastically by the high 20 of the bits. The bits of an E4M3 number, moved 20 places
-    // to the left, are those of an F32 number 2^-120 times as large, subnormal numbers included.
+    // The code of x, in the highest byte, rounded stochastically by the high 20 of the bits. The
+    // bits of an E4M3 number, shifted left by 20, are the bits of 2^-120 times the number in F32,
+    // for subnormal numbers too.
     __device__ __forceinline__ u32 code(float x, u32 bits) const {
         const u32 raw = __float_as_uint(fabsf(x) * inverse * 0x1p-120f) + (bits >> 12);
-        // In the highest byte. A second moment does not become zero.
+        // A second moment never becomes zero.
         if constexpr (SECOND) { return max(raw, 1u << 20) << 4; }
         return (raw << 4 & 0x7FFFFFFFu) | (__float_as_uint(x) & 0x80000000u);
     }
     __device__ __forceinline__ void set(int k, float x, u32 bits) {
-        const u32 before = k % 4 == 0 ? 0u : words[k / 4];  // of new ones, in the highest bytes
+        const u32 before = k % 4 == 0 ? 0u : words[k / 4];  // earlier codes, in the highest bytes
         words[k / 4] = __byte_perm(before, code(x, bits), 0x7321);
     }
     __device__ __forceinline__ void store(e4m3* p, f32* scales, i64 start) const {

@@ -11,20 +11,20 @@
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
 //
 // Data     declared in llmq/ops/update/muon.py. m_scale: null unless m is E4M3, see moments.cuh.
-//          first: element of the slab. squares, normalize: x are matrices of n elements, out may
-//          be x. partials: equally many for each matrix. squares: one for each row; v from element
-//          `shift` on.
+//          first: the slab's element at which the tensors begin. squares, normalize: x are matrices
+//          of n elements, out may be x. partials: equally many for each matrix. row_factors:
+//          squares has one number for each row; v is used from element `shift` on.
 // Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a
 //          column of blocks for each matrix. diagonal: 256 threads, one for each number. row_factors:
 //          256 threads, a block for each matrix. row_scale: 256 threads, a block for each row.
 // Cost     every tensor once; memory-bound. normalize: each block also sums the partials of its
-//          matrix. squares, normalize of several matrices of n elements, n not a multiple of 8: a
-//          load for each element. diagonal: a sector of memory for each number.
+//          matrix. squares, normalize: with several matrices of n elements, n not a multiple of 8,
+//          each element takes a load. diagonal: a sector of memory for each number.
 // Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing, and
-//          v of a matrix of zeros stays.
+//          row_factors keeps v, as for any matrix of zeros.
 #include "update/moments.cuh"
 
-// The same seed as AdamW's: a slab has one rule.
+// The same seed as AdamW's, since only one update rule works on a slab.
 __device__ __forceinline__ u32 slab_seed(const StepScalars* scalars, u32 salt) {
     return mix_word(mix_word(mix_word(0, scalars->seed), scalars->step), salt);
 }
@@ -41,7 +41,7 @@ muon_propose(bf16* __restrict__ change, const G* __restrict__ grad, M* __restric
         if (mine < n) { change_pack.store(change + mine); }
         return;
     }
-    // Threads past the end, which whole warps need, compute the last elements and store nothing.
+    // `fit` needs whole warps: threads past the end compute the last elements and store nothing.
     const i64 start = min(mine, n - COUNT);
     Pack<G, COUNT> g_pack;
     Moment<M, false> state;
@@ -66,7 +66,7 @@ muon_propose(bf16* __restrict__ change, const G* __restrict__ grad, M* __restric
     state.store(m, m_scale, start);
 }
 
-// Vectors of a matrix of n elements among several: 0 if not all matrices begin on 16 bytes.
+// Number of vectors in each matrix of n elements; 0 if a matrix does not begin on 16 bytes.
 __device__ __forceinline__ i64 whole_vectors(i64 n) {
     return gridDim.x == 1 || n % Vec<bf16>::N == 0 ? n / Vec<bf16>::N : 0;
 }
@@ -78,7 +78,7 @@ muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
     const i64 vectors = whole_vectors(n), stride = (i64)gridDim.y * blockDim.x;
     const i64 own = (i64)blockIdx.y * blockDim.x + threadIdx.x;
     f64 total = 0.0;
-#pragma unroll 4  // loads are in flight together
+#pragma unroll 4  // puts the loads in flight together
     for (i64 i = own; i < vectors; i += stride) {
         const Vec<bf16> v = load_vec(x + i * Vec<bf16>::N);
         float sum = 0.0f;
