@@ -15,14 +15,14 @@ from llmq.base.dtypes import HALF_TERMS, STEP_SCALARS
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8_MAX = {dtype.numpy: np.float32(largest) for dtype, largest in dtypes.FP8_MAX.items()}
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment, as in llmq/ops/common.py
-LEAST_EXPONENT = 27  # of such a scale, with F32's bias of 127, so that 1 / scale exists
-# Powers of the best of many random numbers: the lattices of the first three have shortest vectors
-# of 0.88 of the longest that there are, or more, modulo 2^16 and 2^32.
+LEAST_EXPONENT = 27  # a moment scale's least F32 exponent (bias 127), so that 1 / scale is finite
+# Powers of the best of many random numbers. The lattices of its first three powers have shortest
+# vectors of at least 0.88 times the greatest possible length, modulo 2^16 and 2^32.
 NEIGHBOUR_FACTORS = np.array([pow(0xA7F7D5BD, n, 2**32) for n in range(8)], np.uint32)
-NF4_BLOCK, NF4_GROUP = 64, 256  # elements that share a scale, and scales that share one
-CHUNK = 64  # tokens of a chunk of linear attention over states
-LEAST_DECAY = -128.0  # exp is 0 in F32; larger magnitudes would cost digits of other sums
-FP8_NAN = 0x7F  # NVIDIA's conversion of NaN, of either sign, in both formats
+NF4_BLOCK, NF4_GROUP = 64, 256  # elements that share a scale; scales that share a group's scale
+CHUNK = 64  # tokens per chunk of linear attention over states
+LEAST_DECAY = -128.0  # its exp is 0 in F32; larger magnitudes would cost digits of other sums
+FP8_NAN = 0x7F  # code to which NVIDIA GPUs convert NaN of either sign, in both formats
 # The levels of NF4 in the QLoRA paper's appendix: quantiles of a normal distribution, scaled to
 # [-1, 1], one of them 0.
 NF4_LEVELS = np.array(
@@ -35,9 +35,9 @@ NF4_LEVELS = np.array(
     np.float32,
 )  # fmt: skip
 MXFP4_BLOCK = 32  # elements that share a power of two
-MXFP4_BIAS = 127  # of a block's exponent
+MXFP4_BIAS = 127  # bias of a block's exponent
 MXFP4_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-"""Values of codes without their fourth bit, the sign."""
+"""Values of a code's lower three bits; the fourth bit is the sign."""
 _SIGNED = np.concatenate([MXFP4_LEVELS, -MXFP4_LEVELS])
 _PAIRS = np.stack([_SIGNED[np.arange(256) & 15], _SIGNED[np.arange(256) >> 4]], axis=1)
 _PAIRS = _PAIRS.view(np.uint64)[:, 0]
@@ -45,7 +45,7 @@ _PAIRS = _PAIRS.view(np.uint64)[:, 0]
 
 
 def compute(x: np.ndarray) -> np.ndarray:
-    """x in the precision references compute in: F64 stays (finite differences), else F32."""
+    """x in the precision that references compute in: F64 for F64 (finite differences), else F32."""
     return x if x.dtype == np.float64 else x.astype(np.float32, copy=False)
 
 
@@ -55,9 +55,9 @@ def step_scalars(words: np.ndarray) -> np.ndarray:
 
 
 def random_bits(seed: int, index: np.ndarray) -> np.ndarray:
-    """uint32 hash of (seed, index): the random number of element `index`. Two multiply-xorshift
-    rounds ("lowbias32" with the constants of C. Wellons' hash-prospector); index may exceed 32
-    bits, its high word is folded into the seed."""
+    """uint32 hash of (seed, index): the random number of element `index`. The hash has two
+    multiply-xorshift rounds ("lowbias32" with the constants of C. Wellons' hash-prospector). The
+    high word of an index above 32 bits is folded into the seed."""
     index = index.astype(np.uint64)
     high = (index >> np.uint64(32)).astype(np.uint32)
     h = index.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(seed & 0xFFFFFFFF)
@@ -82,8 +82,8 @@ def mix_seed(*words: int) -> int:
 
 
 def round_stochastic(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """F32 -> BF16, up with the probability of the dropped part; bits: unsigned, low 16 are used.
-    Infinities and NaN go through unchanged (round to nearest)."""
+    """Round F32 to BF16, up with a probability equal to the dropped part. bits: unsigned, the low
+    16 are used. Infinities and NaN are rounded to nearest."""
     x = np.ascontiguousarray(x, np.float32)
     raw = x.view(np.uint32) + (bits & np.uint32(0xFFFF))
     rounded = (raw >> np.uint32(16)).astype(np.uint16).view(BF16)
@@ -91,20 +91,20 @@ def round_stochastic(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
 
 
 def gradient_seed(scalars: np.ndarray, salt: int) -> int:
-    """The seed of what rounds a gradient in this micro-step."""
+    """The seed of the random bits that round a gradient in this micro-step."""
     s = step_scalars(scalars)
     return mix_seed(int(s["seed"]), int(s["step"]), int(s["micro_step"]), salt)
 
 
 def neighbour_bits(seed: int, first: int, count: int) -> np.ndarray:
-    """uint32 (count,): random bits of elements first + [0, count), first a multiple of 8. Eight
-    neighbours share a hash; each gets the hash times a power of one factor."""
+    """Random bits of elements first + [0, count), uint32 (count,). first: a multiple of 8. Eight
+    neighbours share a hash; each gets the hash times its own power of one factor."""
     return _products(seed, first, count, NEIGHBOUR_FACTORS)[:count]
 
 
 def gradient_bits(seed: int, first: int | np.ndarray, count: int) -> np.ndarray:
-    """Random bits that round elements first + [0, count) of a gradient, uint16 (..., count); two
-    neighbours have the halves of one product. first: a multiple of 8, or an array of multiples."""
+    """Random bits that round elements first + [0, count) of a gradient, uint16 (..., count). Two
+    neighbours get the halves of one product. first: a multiple of 8, or an array of multiples."""
     pairs = _products(seed, first, count, NEIGHBOUR_FACTORS[:4])
     return pairs.astype("<u4", copy=False).view("<u2")[..., :count]
 
@@ -124,8 +124,8 @@ def store_gradient(
     salt: int,
     first: int = 0,
 ) -> None:
-    """Write or add a parameter gradient, as llmq.base.tensor.Accumulator describes. first: the
-    number of its first element, where it is a part of one; a multiple of 8."""
+    """Write or add a parameter gradient, as llmq.base.tensor.Accumulator describes. first: where
+    value is a part of the gradient, the index of its first element, a multiple of 8."""
     if not accumulate:
         d_weight[...] = value.astype(d_weight.dtype, copy=False)
     elif d_weight.dtype == BF16:
@@ -138,15 +138,15 @@ def store_gradient(
 
 
 def row_blocks(rows: int, columns: int, elements: int = 1 << 16) -> list[slice]:
-    """Slices of rows with about `elements` elements; with 64k a chain of ufuncs stays in the
-    cache."""
+    """Slices of rows with about `elements` elements. The data of 64k elements stay in the cache
+    over a chain of ufuncs."""
     step = max(1, elements // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 @functools.cache
 def _fp8_values(dtype: np.dtype) -> np.ndarray:
-    """The numbers that an FP8 format's 256 codes stand for, F32."""
+    """The numbers of an FP8 format's 256 codes, F32."""
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
@@ -161,23 +161,23 @@ def decode_fp8(codes: np.ndarray) -> np.ndarray:
 
 
 class Stored:
-    """Elements of a stored state: F32 (or F64), without rounding, or BF16."""
+    """Elements of a stored state: F32 or F64, stored without rounding, or BF16."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
         self.rounds = array.dtype == BF16
 
     def load(self, real: type) -> np.ndarray:
-        """The array as `real` numbers: the array itself if it has them."""
+        """The array as `real` numbers: the array itself if its dtype is `real`."""
         return self.array.astype(real, copy=False)
 
     def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:
-        """Store values, by the low or the high half of the bits."""
+        """Store values, rounded by the high half of the bits if `high`, else by the low half."""
         self.array[...] = round_stochastic(value, bits >> np.uint32(16) if high else bits)
 
 
 class Scaled(Stored):
-    """E4M3 codes with a scale for SCALE_BLOCK neighbours, of numbers or of their roots."""
+    """E4M3 codes of numbers, or of their roots, with a scale for each SCALE_BLOCK neighbours."""
 
     def __init__(self, array: np.ndarray, scale: np.ndarray, root: bool):
         self.array, self.scale, self.root = array, scale, root
@@ -191,12 +191,11 @@ class Scaled(Stored):
         return x.reshape(-1).astype(real, copy=False)
 
     def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:
-        """Store codes, by the high 20 bits, and scales. The bits of an E4M3 number, moved 20 places
-        to the left, are those of an F32 number 2^-120 times as large, subnormal numbers
-        included."""
+        """Store codes, rounded by the high 20 bits, and scales. The bits of an E4M3 number, shifted
+        left by 20, are the bits of 2^-120 times the number in F32, for subnormal numbers too."""
         x = value.astype(np.float32, copy=False).reshape(-1, SCALE_BLOCK)
         size = np.sqrt(x) if self.root else np.abs(x)
-        # 448 = 1.75 * 2^8: up to the next exponent if the fraction is larger than 0.75.
+        # 448 = 1.75 * 2^8: the exponent rises by one if the fraction is larger than 0.75.
         raised = size.max(axis=1).view(np.uint32) + np.uint32(0x1FFFFF)
         exponent = np.maximum((raised >> np.uint32(23)).astype(np.int32) - 8, LEAST_EXPONENT)
         self.scale[...] = (exponent << 23).view(np.float32)
@@ -205,14 +204,14 @@ class Scaled(Stored):
         raw = size.view(np.uint32) + (bits >> np.uint32(12)).reshape(x.shape)
         raw >>= np.uint32(20)
         if self.root:
-            np.maximum(raw, 1, out=raw)  # does not become zero
+            np.maximum(raw, 1, out=raw)  # a root's code never becomes zero
         else:
             raw |= x.view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
         self.array.view(np.uint8)[...] = raw.reshape(-1)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)); 0 where exp overflows. Callers ignore that overflow (np.errstate)."""
+    """1 / (1 + exp(-x)); 0 where exp overflows. Callers suppress that warning (np.errstate)."""
     s = np.negative(x)
     np.exp(s, out=s)
     s += 1
@@ -224,8 +223,8 @@ GELU_C3 = GELU_C1 * 0.044715
 
 
 def gelu_share(x: np.ndarray) -> np.ndarray:
-    """gelu(x) / x with the tanh approximation, 0.5 * (1 + tanh(u)) = sigmoid(2u). 2u = x * (C1 + C3
-    * x^2). Overflows as sigmoid."""
+    """gelu(x) / x with the tanh approximation: 0.5 * (1 + tanh(u)) = sigmoid(2u), with 2u = x * (C1
+    + C3 * x^2). exp may overflow, as in `sigmoid`."""
     value = x * x
     value *= GELU_C3
     value += GELU_C1
@@ -255,7 +254,7 @@ def silu_slope(x: np.ndarray, share: np.ndarray) -> np.ndarray:
 
 
 def update_abs_max(abs_max: np.ndarray | None, x: np.ndarray) -> None:
-    """abs_max[0] = max(abs_max[0], largest |x|), NaN wins; nothing for None."""
+    """abs_max[0] = max(abs_max[0], largest |x|); NaN counts as the largest. None is ignored."""
     if abs_max is not None:
         x = compute(x)
         abs_max[0] = np.maximum(abs_max[0], np.maximum(abs(x.max()), abs(x.min())))
@@ -263,9 +262,9 @@ def update_abs_max(abs_max: np.ndarray | None, x: np.ndarray) -> None:
 
 @functools.cache
 def _fp8_codes(dtype: np.dtype) -> np.ndarray:
-    """The codes of the F32 numbers whose lower 16 bits are zero, by their upper 16 bits; uint8."""
+    """uint8 (65536,): the codes of F32 numbers whose lower 16 bits are zero, by the upper 16."""
     numbers = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):  # of NaN
+    with np.errstate(invalid="ignore"):  # conversion of NaN
         codes = numbers.clip(-FP8_MAX[dtype], FP8_MAX[dtype]).astype(dtype).view(np.uint8)
     codes[np.isnan(numbers)] = FP8_NAN
     return codes
@@ -273,9 +272,9 @@ def _fp8_codes(dtype: np.dtype) -> np.ndarray:
 
 def encode_fp8(codes: np.ndarray, x: np.ndarray, factor: np.float32, dtype: np.dtype) -> None:
     """codes (uint8) = x * factor in dtype, rounded to nearest even, clamped to the largest values.
-    Rounding a number to 8 bits needs to know of its lower 16 bits only whether they are all zero:
-    they become one bit, which is not the one that decides a tie, and a table has the rest. That is
-    several times as fast as ml_dtypes' conversion."""
+    For the rounding it only matters whether the lower 16 bits of a number are all zero. So one bit,
+    too low to make a tie, stands for these 16 bits, and a table has the code of the other 16. This
+    is several times as fast as ml_dtypes' conversion."""
     with np.errstate(over="ignore", invalid="ignore"):
         bits = (x.astype(np.float32, copy=False) * factor).view(np.uint32)
     lower = bits & np.uint32(0xFFFF)
@@ -286,7 +285,7 @@ def encode_fp8(codes: np.ndarray, x: np.ndarray, factor: np.float32, dtype: np.d
 
 
 def decoded(x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
-    """x (rows, columns): as it is without a scale, of FP8 codes F32, code * scale."""
+    """x (rows, columns) unchanged without a scale; else x is FP8 codes: F32, code * scale."""
     if scale is None:
         return x
     values = decode_fp8(x)
@@ -301,7 +300,8 @@ def look_at_codes(
     abs_max: np.ndarray | None,
     saturated: np.ndarray | None,
 ) -> None:
-    """Measure a product's codes as their reader does (llmq.base.operand.ProductCodes)."""
+    """Measure a product's codes as the kernel that reads them does (ProductCodes in
+    llmq/base/operand.py)."""
     if abs_max is None:
         return
     limit = FP8_MAX[codes.dtype] * scale[0]
@@ -318,8 +318,8 @@ def emit_fp8(
     saturated: np.ndarray | None,
     x: np.ndarray,
 ) -> None:
-    """Write the FP8 results of x (rows, features), see llmq.base.operand.Fp8Out; nothing if codes
-    and transposed are None."""
+    """Write the FP8 results of x (rows, features), see llmq.base.operand.Fp8Out; do nothing if
+    codes and transposed are None."""
     if codes is None and transposed is None:
         return
     rows, features = x.shape
@@ -353,8 +353,8 @@ def norm_factor(weight: np.ndarray, offset: int) -> np.ndarray:
 
 
 def half_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a (M, K) @ b (K, N) of F32: sums of HALF_TERMS products in half precision, rounded behind
-    each of two instructions, and these in F32."""
+    """a (M, K) @ b (K, N), F32. Each HALF_TERMS products are summed by two instructions, each
+    rounding to half precision; these partial sums are added in F32."""
     total, step = np.zeros((len(a), b.shape[1]), np.float32), HALF_TERMS // 2
     for first in range(0, a.shape[1], HALF_TERMS):
         part = np.float16(0)
@@ -367,7 +367,7 @@ def half_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def add_terms(
     total: np.ndarray, rows: slice, bias: np.ndarray | None, addend: np.ndarray | None
 ) -> None:
-    """total (R, N) += bias (N,), and += these rows of the addend, which may have fewer bits."""
+    """total (R, N) += bias (N,) and += `rows` of the addend, whose dtype may have fewer bits."""
     if bias is not None:
         total += compute(bias)
     if addend is not None:
@@ -382,8 +382,8 @@ def nf4_blocks(
     levels: np.ndarray,
     n: int,
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield (slice of blocks, their values F32 (blocks, 64)) of all modules of n elements: levels
-    of codes times scales. A scale is the level of its code times its group, plus the mean."""
+    """Yield (slice of blocks, F32 values (blocks, 64)) for all modules of n elements. A value is
+    the code's level times the scale; a scale its code's level times its group's, plus the mean."""
     of_module, num_groups = n // NF4_BLOCK, len(groups) // len(mean)
     for module, part in itertools.product(range(len(mean)), row_blocks(of_module, NF4_BLOCK)):
         blocks = slice(module * of_module + part.start, module * of_module + part.stop)
@@ -396,13 +396,13 @@ def nf4_blocks(
 
 
 def e2m1_levels(codes: np.ndarray) -> np.ndarray:
-    """The levels of codes of 4 bits, F32 (..., 2 n), of bytes (..., n) with the first in the lower
-    bits."""
+    """The levels of 4-bit codes, F32 (..., 2 n). codes: bytes (..., n) of two codes each, the first
+    in the lower bits."""
     return _PAIRS[codes].view(np.float32)
 
 
 def mxfp4_blocks(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """The values of blocks F32 (blocks, 32): level * 2^(exponent - 127)."""
+    """The values of blocks, F32 (blocks, 32): level * 2^(exponent - 127)."""
     values = e2m1_levels(codes).reshape(-1, MXFP4_BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):  # exponent 255 stands for no number
         values *= np.exp2(exponents.astype(np.float32) - MXFP4_BIAS)[:, None]
@@ -417,10 +417,10 @@ def _rotate(
     num_kv_heads: int,
     by: np.ndarray | None,
 ) -> None:
-    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2), and multiply
-    query heads by `by` (T,), unless that is None. Angles are laid out as the heads are, (T, Hq +
-    Hkv, 2, Hd/2), because NumPy is slow where a broadcast makes its inner loop as short as half a
-    head."""
+    """Rotate the query and key heads of qkv by angles, whose cos and sin are (T, Hd/2). Multiply
+    query heads by `by` (T,), unless that is None. The angles are copied to the heads' layout, (T,
+    Hq + Hkv, 2, Hd/2): with a broadcast NumPy's inner loop would have the length of half a head,
+    which is slow."""
     seq_length, half = cos.shape
     heads = num_heads + num_kv_heads
     wide_cos = np.empty((seq_length, heads, 2, half), cos.dtype)
@@ -451,10 +451,10 @@ def turn_heads(
     rotary: int | None = None,
     lengths: np.ndarray | None = None,
 ) -> None:
-    """Rotate the query and key heads of qkv (B, T, heads, Hd), in the computing precision. By the
-    angles of the tokens' positions, whose cos and sin table has, times sign. rotary: the channels
-    whose pairs lie rotary/2 apart, the first ones; None: all. Then the others' pairs.
-    lengths: factors of query heads by position; None: 1."""
+    """Rotate the query and key heads of qkv (B, T, heads, Hd), in the computing precision. table
+    has cos and sin of each position's angles, which are multiplied by sign. rotary: number of first
+    channels, paired at a distance of rotary/2; the other channels are paired among themselves.
+    None: all channels. lengths: factor of query heads at each position; None: 1."""
     rest = qkv.shape[-1] - (rotary or qkv.shape[-1])
     if rest:
         halves = np.arange(rotary).reshape(2, -1), rotary + np.arange(rest).reshape(2, -1)
@@ -464,9 +464,9 @@ def turn_heads(
         qkv[:, :, : num_heads + num_kv_heads, order] = heads
         return
     positions = np.arange(qkv.shape[1])
-    # Sequences of the same positions together.
+    # Sequences with the same positions are rotated together.
     pieces = [(qkv, positions)]
-    if starts is not None and len(positions) == 1:  # all sequences as one
+    if starts is not None and len(positions) == 1:  # one token each: the batch is the sequence
         pieces = [(qkv.swapaxes(0, 1), -starts[:, 0])]
     elif starts is not None:
         pieces = [(qkv[b : b + 1], positions - row) for b, row in enumerate(starts)]
@@ -476,7 +476,7 @@ def turn_heads(
         _rotate(piece, angles[..., 0], sign * angles[..., 1], num_heads, num_kv_heads, by)
 
 
-# -- The gated activation, alone and behind a product
+# -- The gated activation, alone and fused with a product
 
 
 def swiglu_forward(out, up_gate, rows, F, abs_max=None, *, gelu=0):
@@ -507,7 +507,7 @@ def swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max=None, out=None, 
             active = np.multiply(gate, s, out=s)
             again = None if out is None else active * up
             active *= d
-            if out is not None:  # last of all that needs d, which it may overwrite
+            if out is not None:  # written after all reads of d, since out may be d_out
                 out.reshape(rows, F)[block] = again
             d_up_gate[block, :F] = active
             d_up_gate[block, F:] = slope
@@ -515,8 +515,8 @@ def swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max=None, out=None, 
 
 
 def swiglu_forward_fp8(out, up_gate, rows, F, abs_max, *fp8, gelu=0):
-    """swiglu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated, then of an
-    up_gate that is codes: scale, largest, abs_max, saturated."""
+    """swiglu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated of the
+    result; then scale, largest, abs_max, saturated of up_gate if up_gate is codes."""
     *codes, in_scale, in_largest, in_abs_max, in_saturated = fp8
     look_at_codes(up_gate, in_scale, in_largest, in_abs_max, in_saturated)
     up_gate = decoded(up_gate.reshape(rows, 2 * F), in_scale)
@@ -527,9 +527,9 @@ def swiglu_forward_fp8(out, up_gate, rows, F, abs_max, *fp8, gelu=0):
 
 
 def swiglu_backward_fp8(d_up_gate, d_out, up_gate, rows, turned, F, abs_max, *fp8, gelu=0):
-    """swiglu_backward, and the results in FP8. fp8: codes, transposed, scale, saturated, then out,
-    out_transposed, out_scale, out_saturated, then of inputs that are codes: the scale of up_gate,
-    then of d_out scale, largest, abs_max, saturated."""
+    """swiglu_backward, and the results in FP8. fp8: codes, transposed, scale, saturated; out,
+    out_transposed, out_scale, out_saturated; then, if the inputs are codes, the scale of up_gate,
+    and scale, largest, abs_max, saturated of d_out."""
     *codes, out, out_transposed, out_scale, out_saturated = fp8[:8]
     up_scale, in_scale, in_largest, in_abs_max, in_saturated = fp8[8:]
     result = BF16 if up_scale is not None else up_gate.dtype
@@ -557,7 +557,7 @@ def heads_of(
 
 
 def chunks_of(x: np.ndarray, times: int = 1) -> np.ndarray:
-    """(B, T, heads, ...) as (B, heads * times, chunks, 64, ...); behind the end it is 0."""
+    """x (B, T, heads, ...) as (B, heads * times, chunks, 64, ...), with 0 from token T on."""
     B, T, heads, *rest = x.shape
     chunks = -(-T // CHUNK)
     padded = np.zeros((B, chunks * CHUNK, heads, *rest), x.dtype)
@@ -583,7 +583,7 @@ def inputs_of(
 
 
 def begins_of(starts: np.ndarray | None, carried: int, B: int, T: int) -> np.ndarray:
-    """Position in the chunk where each token's document begins, (B, 1, chunks, 64); -1: in front of
+    """Position in the chunk at which each token's document begins, (B, 1, chunks, 64); -1: before
     the chunk."""
     first = np.arange(0, T, CHUNK)
     if starts is None:
@@ -593,7 +593,7 @@ def begins_of(starts: np.ndarray | None, carried: int, B: int, T: int) -> np.nda
 
 
 def decays_of(begin: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """(B, Hv, chunks, 64, 64): from token j to i; 0 where j is behind i or of another document."""
+    """Decay from token j to i, (B, Hv, chunks, i, j); 0 where j > i or j is in another document."""
     at = np.arange(CHUNK)
     same = (begin[..., :, None] <= at) & (at <= at[:, None])
     with np.errstate(over="ignore"):

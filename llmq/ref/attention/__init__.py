@@ -1,1 +1,1 @@
-"""References of causal attention, of norms and RoPE of heads, and of gates."""
+"""References of causal attention, norms and RoPE of heads, and gates."""

@@ -1,9 +1,9 @@
 """Causal self-attention with grouped key/value heads: reference of llmq/cu/attention/attention.cu.
 
-Documents are computed one by one, as if each were a sequence of its own. Blocks of ROWS queries
-meet the keys that at least one query sees, so that nothing above the diagonal block is computed.
-The heads that share a key/value head are stacked into one matrix, and a column of ones carries row
-sums and offsets through the matrix products.
+Documents are computed one by one, as if each were a sequence of its own. A block of ROWS queries is
+multiplied by the keys that at least one of its queries sees, so that no block above the diagonal is
+computed. The heads that share a key/value head are stacked into one matrix. A column of ones in an
+operand makes the matrix products give row sums and add offsets.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.ref.common import compute
 
-# (B, T, Hq, Hkv, Hd); those of models are for benchmarks, too large for the emulator.
+# (B, T, Hq, Hkv, Hd); sizes of models are for benchmarks, too large for the emulator.
 CASES = {
     "one_position": (2, 1, 2, 1, 64),
     "ragged": (2, 37, 4, 2, 64),
@@ -36,14 +36,14 @@ CASES = {
 }
 
 ROWS = 64  # query positions in one block
-TILE = 1 << 18  # score elements per block, about: the batch is cut so that they stay in the cache
+TILE = 1 << 18  # about the scores per block: the batch is cut so that scores stay in the cache
 
 
 def _parts(
     qkv: np.ndarray, num_heads: int, starts: np.ndarray | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Slices of batch and positions that see nothing of each other: documents, if there are starts,
-    else whole sequences, some at once whose blocks hold about TILE scores."""
+    """Slices of batch and positions that do not see each other: documents, if there are starts,
+    else whole sequences, as many at once as give blocks of about TILE scores."""
     batch, seq_len = qkv.shape[:2]
     if starts is None:
         step = max(1, TILE // (num_heads * min(ROWS, seq_len) * seq_len))
@@ -57,7 +57,7 @@ def _parts(
 
 
 def _stack(x: np.ndarray, num_kv_heads: int, last: np.ndarray | float) -> np.ndarray:
-    """(B, rows, H, Hd) -> (B, Hkv, H/Hkv * rows, Hd + 1), the last column given."""
+    """(B, rows, H, Hd) -> (B, Hkv, H/Hkv * rows, Hd + 1). last: the values of the last column."""
     batch, rows, heads, head_dim = x.shape
     group = heads // num_kv_heads
     out = np.empty((batch, num_kv_heads, group, rows, head_dim + 1), x.dtype)
@@ -74,12 +74,12 @@ def _unstack(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _mask(scores: np.ndarray, rows: int, window: int) -> None:
-    """Set scores of unseen keys to -inf. scores: (B, Hkv, G * rows, keys); the last key belongs to
-    the last row. Each row sees `window` keys up to its own."""
+    """Set scores of unseen keys to -inf. scores: (B, Hkv, G * rows, keys); the last key has the
+    position of the last row. Each row sees `window` keys up to its own position."""
     batch, kv_heads, stacked, keys = scores.shape
     blocks = scores.reshape(batch, kv_heads, stacked // rows, rows, keys)
     blocks[..., keys - rows :] += np.triu(np.full((rows, rows), -np.inf, scores.dtype), 1)
-    past = keys - window  # keys, of which the last row sees none
+    past = keys - window  # number of first keys that the last row does not see
     if past > 0:
         blocks[..., :past] += np.tril(np.full((rows, past), -np.inf, scores.dtype), past - rows)
 
@@ -95,8 +95,8 @@ def attention_forward(
 ):  # fmt: skip
     """out = softmax(scale * q k^T, causal) v, lse = log of the softmax's denominator. out: (B, T,
     Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd); starts: I32 (B,
-    T), first position of each token's document, or None; window: keys that a query sees, its own
-    included. workspace: unused, the cuDNN kernel's."""
+    T), first position of each token's document, or None; window: number of keys that a query sees,
+    its own included. workspace: for the cuDNN kernel, unused here."""
     for batch, part in _parts(qkv, num_heads, starts):
         x, part_out, part_lse = compute(qkv[batch, part]), out[batch, part], lse[batch, :, part]
         q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
@@ -132,7 +132,8 @@ def attention_backward_tiles(
     d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, starts, window, scale, *,
     softcap=None,
 ):  # fmt: skip
-    """The whole gradient d_qkv, probabilities recomputed from lse; arguments as in the forward."""
+    """The whole gradient d_qkv; probabilities are recomputed from lse. The other arguments are
+    attention_forward's; delta: attention_delta's."""
     for batch, part in _parts(qkv, num_heads, starts):
         x, d_o, d_x = compute(qkv[batch, part]), compute(d_out[batch, part]), d_qkv[batch, part]
         q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
@@ -168,10 +169,10 @@ def attention_backward(
     d_qkv, d_kv, d_out, out, lse, qkv, workspace, deterministic, parts, seq_len, num_heads,
     num_kv_heads, starts, window, scale,
 ):  # fmt: skip
-    """d_qkv in one call, as cuDNN computes it. workspace: its memory, parts: how often it is
-    called, neither used here. d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T,
-    Hq + 2 Hkv, Hd). d_kv: (2, Hq, T, Hd) of a batch of 1, takes what each query head adds to the
-    gradients of keys and of values, in place of d_qkv."""
+    """d_qkv in one call, as cuDNN computes it. workspace, parts: cuDNN's memory and number of
+    calls, not used here. d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T, Hq + 2
+    Hkv, Hd). d_kv: (2, Hq, T, Hd), for a batch of 1, or None: each query head's share of the
+    gradients of keys and of values, which then do not go to d_qkv."""
     delta = np.empty(lse.shape, compute(qkv).dtype)
     attention_delta(delta, d_out, out, seq_len, num_heads)
     if d_kv is None:
@@ -189,7 +190,7 @@ def attention_backward(
 
 def attention_sum_heads(d_qkv, d_kv, seq_len, num_heads, num_kv_heads):
     """Key and value heads of d_qkv (1, T, Hq + 2 Hkv, Hd) = sums of d_kv (2, Hq, T, Hd) over the
-    query heads of each, one after the other."""
+    query heads that share the key/value head, in their order."""
     each = compute(d_kv).reshape(2 * num_kv_heads, -1, *d_kv.shape[2:])
     total = each[:, 0].copy()
     for head in range(1, each.shape[1]):

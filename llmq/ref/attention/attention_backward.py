@@ -1,14 +1,14 @@
-"""Reference of attention's backward in products of warpgroups
+"""Reference of attention's backward with warpgroup matrix products
 (llmq/cu/attention/attention_backward.cu).
 
-Blocks of 64 queries against the keys up to their own, head by head.
+For each head, a block of 64 queries is multiplied by the keys up to the end of the block.
 """
 
 import numpy as np
 
 from llmq.ref.common import compute
 
-ROWS = 64  # queries whose statistics lie together
+ROWS = 64  # queries per block of statistics
 LOG2E = np.float32(np.log2(np.e))
 
 # (B, T, Hq, Hkv, Hd), see llmq/ref/attention/attention.py.
@@ -31,8 +31,8 @@ CASES = {
 
 
 def attention_statistics(statistics, taken, d_out, out, lse, counts, seq_len, num_heads):
-    """statistics (B, Hq, T / 64, 2, 64) = lse * log2(e), minus the sum of d_out * out over Hd. lse:
-    F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (counts,), becomes 0."""
+    """statistics (B, Hq, T / 64, 2, 64) = (lse * log2(e), -(sum of d_out * out over Hd)). lse: F32
+    (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (counts,), set to 0."""
     delta = np.einsum("bthd,bthd->bht", compute(d_out), compute(out))
     blocks = (*lse.shape[:2], seq_len // ROWS, ROWS)
     statistics[..., 0, :] = (lse * LOG2E).reshape(blocks)
@@ -45,8 +45,8 @@ def attention_gradient(
     num_kv_heads, scale, scale_log2,
 ):  # fmt: skip
     """The whole gradient d_qkv. d_qkv, qkv: (B * T, (Hq + 2 Hkv) * Hd); d_out: (B * T, Hq * Hd);
-    statistics, taken: of attention_statistics. scale: of scores. taken, sums and
-    part_heads, which divide the work, and scale_log2 are not used here."""
+    statistics: from attention_statistics. scale: the factor of scores. taken, sums and part_heads,
+    by which the kernel divides its work, and scale_log2 are not used here."""
     heads = num_heads + 2 * num_kv_heads
     for b in range(batches):
         rows = slice(b * seq_len, (b + 1) * seq_len)
@@ -69,7 +69,7 @@ def _head(
     statistics: np.ndarray,
     scale: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """d_q, d_k, d_v of one query head, (T, Hd) as all but statistics (T / 64, 2, 64)."""
+    """d_q, d_k, d_v of one query head. statistics: (T / 64, 2, 64); all other arrays: (T, Hd)."""
     d_q, d_k, d_v = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)
     scale = np.float32(scale)
     for block, (lse, minus_delta) in enumerate(statistics):

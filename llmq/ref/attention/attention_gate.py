@@ -1,4 +1,4 @@
-"""Reference of attention whose output is gated by channels that come beside each query head."""
+"""Reference of attention's output gate, whose channels follow each query head in the product."""
 
 import numpy as np
 

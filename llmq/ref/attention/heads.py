@@ -1,4 +1,4 @@
-"""References of llmq/cu/attention/heads.cu: heads between tensors in which they lie differently."""
+"""References of llmq/cu/attention/heads.cu: copies and sums of heads between different layouts."""
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -10,7 +10,8 @@ CASES = {"one": (1, 1, 8, 8), "ragged": (13, 3, 24, 40), "glm47_flash": (16384, 
 
 
 def _heads(x, rows, heads, size, first, row, head):
-    """A view (rows, heads, size) of the flat x."""
+    """A view (rows, heads, size) of the flat x, from element `first` on. row, head: the strides, in
+    elements."""
     flat = x.reshape(-1)[first:]
     return as_strided(flat, (rows, heads, size), [n * x.itemsize for n in (row, head, 1)])
 

@@ -1,7 +1,7 @@
 """Attention through a paged cache: reference of llmq/cu/attention/paged.cu.
 
-Sequences are computed one by one, each from blocks of its own, so that no bit of a sequence depends
-on its neighbours. Queries come in pieces of ROWS positions, as in attention_forward.
+Sequences are computed one by one, each from its own blocks, so that no bit of a sequence depends on
+its neighbours. Queries are computed in pieces of ROWS positions, as in attention_forward.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy as np
 
 from llmq.ref.common import compute, decode_fp8, encode_fp8
 
-# S, n, Hq, Hkv, Hd, positions of a block, blocks of a sequence; of "qwen" cases for benchmarks.
+# S, n, Hq, Hkv, Hd, positions per block, blocks per sequence. Benchmarks use the "qwen" cases.
 CASES = {
     "mha": (3, 1, 2, 2, 64, 16, 6),
     "grouped": (4, 1, 14, 2, 64, 16, 40),
@@ -28,7 +28,7 @@ CASES = {
     "qwen7b_prompt": (1, 512, 28, 4, 128, 32, 128),
 }
 
-# S, n, Hq, Hd, Vd, positions of a block, blocks of a sequence.
+# S, n, Hq, Hd, Vd, positions per block, blocks per sequence.
 LATENT_CASES = {
     "token": (3, 1, 4, 72, 64, 16, 6),
     "tokens": (2, 2, 20, 40, 24, 16, 20),
@@ -37,7 +37,7 @@ LATENT_CASES = {
 }
 
 ROWS = 64  # queries in one piece
-BLOCKS = 4  # of keys: numbers of blocks of single queries are multiples
+BLOCKS = 4  # the number of key blocks of a single query is rounded up to a multiple
 
 
 def paged_store(
@@ -45,9 +45,9 @@ def paged_store(
     scales=None,
 ):  # fmt: skip
     """Rows lengths[s] + [0, new[s]) of each sequence = keys and values of qkv (S, n, Hq + 2 Hkv,
-    Hd). k_cache, v_cache: (blocks, block_size, Hkv, Hd), the second may be None; table: I32 (S,
-    max_blocks); lengths, new: I32 (S,). scales: BF16 (blocks, block_size, Hkv, 2) of E4M3 caches:
-    codes of each row are relative to the least power of two with which none is beyond 448."""
+    Hd). k_cache, v_cache: (blocks, block_size, Hkv, Hd), v_cache may be None; table: I32 (S,
+    max_blocks); lengths, new: I32 (S,). scales, for E4M3 caches: BF16 (blocks, block_size, Hkv, 2),
+    for each row the least power of two with which no code is beyond 448."""
     s, i = np.nonzero(np.arange(n) < new[:, None])
     positions, rows = lengths[s] + i, qkv[s, i, num_heads:]
     at = table[s, positions // block_size], positions % block_size
@@ -71,13 +71,14 @@ def paged_store(
 
 
 class _Rows(NamedTuple):
-    """Keys or values in a cache (blocks, block_size, Hkv, channels), with factors of E4M3 codes."""
+    """Keys or values in a cache (blocks, block_size, Hkv, channels). scales: the factors of E4M3
+    codes, or None."""
 
     cache: np.ndarray
     scales: np.ndarray | None
 
     def of(self, blocks: np.ndarray) -> np.ndarray:
-        """Those in some blocks, F32."""
+        """The keys or values in these blocks, F32."""
         x = self.cache[blocks]
         if self.scales is None:
             return compute(x)
@@ -86,7 +87,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(k_cache, v_cache, scales, channels):
-    """Keys, and values of so many channels; v_cache None: these are in keys."""
+    """Keys and values. v_cache None: values are the first `channels` channels of keys."""
     which = 0 if v_cache is None else 1
     values = k_cache[..., :channels] if v_cache is None else v_cache
     of = (None, None) if scales is None else (scales[..., 0], scales[..., which])
@@ -94,8 +95,8 @@ def _rows(k_cache, v_cache, scales, channels):
 
 
 class _Piece(NamedTuple):
-    """Some queries of one sequence, [first, end) of n. scores: (Hkv, G * rows, keys), times the
-    scale, -inf where a key is not seen. values: (Hkv, keys, Hd + 1), the last column ones."""
+    """Queries [first, end) of one sequence. scores: (Hkv, G * rows, keys), already scaled, -inf
+    where a query does not see the key. values: (Hkv, keys, Hd + 1), the last column ones."""
 
     sequence: int
     first: int
@@ -119,7 +120,7 @@ def _pieces(
     qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window, scale,
     softcap,
 ) -> Iterator[_Piece]:  # fmt: skip
-    """All queries that are there, sequence by sequence."""
+    """Pieces of all sequences' new queries, sequence by sequence."""
     head_dim, group = qkv.shape[3], num_heads // num_kv_heads
     for s in np.flatnonzero(new):
         for first in range(0, int(new[s]), ROWS):
@@ -160,9 +161,9 @@ def paged_attend(
 ):  # fmt: skip
     """out (S, n, Hq, Hd) = attention of query i of sequence s, at position lengths[s] + i, to the
     `window` keys of the cache up to that position; 0 from query new[s] on. qkv: (S, n, Hq + 2 Hkv,
-    Hd), of which the queries are read; sinks: (Hq,), a score of each head that gives attention
-    to nothing, or None. Without v_cache out is (S, n, Hq, Vd), and values are the first Vd
-    channels of keys. The rest as in paged_store."""
+    Hd), of which only the queries are read; sinks: (Hq,), each head's score of an extra key without
+    a value, or None. Without v_cache out is (S, n, Hq, Vd), and values are the first Vd channels
+    of keys. The other arguments are as in paged_store."""
     out[...] = 0
     cache = (*_rows(k_cache, v_cache, scales, out.shape[-1]), table, lengths, new)
     sizes = (block_size, num_heads, num_kv_heads, window, scale)
@@ -182,8 +183,9 @@ def _attend_tokens(
     out, qkv, k_cache, v_cache, table, lengths, new, block_size, num_heads, num_kv_heads, window,
     scale, sinks, softcap,
 ):  # fmt: skip
-    """paged_attend of one query for each sequence, all at once whose keys lie in as many blocks, up
-    to multiples of BLOCKS: NumPy computes each by itself, so that no bit depends on the others."""
+    """paged_attend with one query for each sequence. Sequences with equally many key blocks,
+    rounded up to a multiple of BLOCKS, are computed together. NumPy computes each sequence's matrix
+    products separately, so that no bit depends on other sequences."""
     rows, head_dim = np.flatnonzero(new), qkv.shape[3]
     ends = lengths[rows] // block_size
     starts = np.maximum(lengths[rows] + 1 - window, 0) // block_size
@@ -216,7 +218,8 @@ def paged_decode(
     block_size, num_heads, num_kv_heads, splits, window, scale, sinks=None, stores=1, scales=None,
     *, softcap=None,
 ):  # fmt: skip
-    """paged_store, unless stores is 0, and paged_attend. partial, stats, arrived: the kernel's."""
+    """paged_store, unless stores is 0, and paged_attend. partial, stats, arrived: scratch of the
+    kernel, not used here."""
     sizes = (n, max_blocks, block_size, num_heads, num_kv_heads)
     if stores:
         paged_store(k_cache, v_cache, qkv, table, lengths, new, *sizes, scales)

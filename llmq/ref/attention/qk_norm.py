@@ -1,6 +1,7 @@
 """Reference of the RMSNorm of queries and keys.
 
-wide: over all query and over all key channels of a token, else over every head.
+wide: one norm over all query channels of a token, and one over all key channels; else a norm for
+every head.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ CASES = {
 
 
 def _parts(num_heads: int, num_kv_heads: int, wide: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of query and key heads, and of their rows, which are normalized."""
+    """For queries, then keys: the slice of their heads, and the slice of their rows in rstd."""
     heads = slice(num_heads), slice(num_heads, num_heads + num_kv_heads)
     yield from zip(heads, (slice(1), slice(1, 2)) if wide else heads, strict=True)
 
@@ -41,8 +42,9 @@ def qk_norm_forward(
     qkv, raw, rstd, q_weight, k_weight, eps, tokens, num_heads, num_kv_heads, query_blocks, *,
     wide=0, offset=0, rounded_once=0,
 ):  # fmt: skip
-    """raw = the query and key heads of qkv, whose rows become T(T(rstd * row) * weight). Wide rows
-    and with rounded_once T(rstd * row * weight); with an offset T(rstd * row * (1 + weight))."""
+    """raw = the query and key heads of qkv; then their rows in qkv become T(T(rstd * row) *
+    weight). With wide or rounded_once: T(rstd * row * weight); with offset: T(rstd * row * (1 +
+    weight))."""
     raw[...] = qkv[:, :, : num_heads + num_kv_heads]
     parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
     for (heads, rows), weight in zip(parts, (q_weight, k_weight), strict=True):
@@ -60,8 +62,8 @@ def qk_norm_backward(
     d_qkv, q_partial, k_partial, raw, rstd, q_weight, k_weight, tokens, num_heads, num_kv_heads,
     query_blocks, *, wide=0, offset=0,
 ):  # fmt: skip
-    """Query and key heads of d_qkv in place. q_partial, k_partial (any, width of a row): their rows
-    add up to the weights' gradients; None: these are not wanted."""
+    """Write the gradient to the query and key heads of d_qkv in place. q_partial, k_partial (any
+    number, row width): rows that add up to the weights' gradients, or None."""
     parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
     given = ((q_weight, q_partial), (k_weight, k_partial))
     for (heads, rows), (weight, partial) in zip(parts, given, strict=True):

@@ -25,7 +25,7 @@ CASES = {
     "qwen7b": (16, 1024, 28, 4, 128),
 }
 
-TILE_ROWS = 64  # of one partial sum
+TILE_ROWS = 64  # rows per partial sum
 
 
 def rope_forward(
@@ -33,7 +33,7 @@ def rope_forward(
     rotary=None,
 ):  # fmt: skip
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + rotary/2), in place.
-    lengths: factors of query heads by position, or None."""
+    lengths: factor of query heads at each position, or None."""
     turn_heads(qkv, table, num_heads, num_kv_heads, starts, 1, rotary, lengths)
 
 
@@ -42,7 +42,7 @@ def rope_backward(
     abs_max=None, *,
     rotary=None,
 ):  # fmt: skip
-    """The rotation by the opposite angles, in place."""
+    """Rotate by the opposite angles, in place."""
     turn_heads(d_qkv, table, num_heads, num_kv_heads, starts, -1, rotary, lengths)
     update_abs_max(abs_max, d_qkv)
 
@@ -51,7 +51,8 @@ def rope_backward_fused(
     out, d_qkv, partial, table, tokens, seq_length, num_heads, num_kv_heads, starts, lengths,
     block_tiles, abs_max, codes, transposed, scale, saturated, *, rotary=None,
 ):  # fmt: skip
-    """rope_backward (out is d_qkv, or None and d_qkv stays), its FP8 codes, its column sums."""
+    """rope_backward, with the FP8 codes and the column sums of its result. out: d_qkv, or None:
+    d_qkv stays unchanged."""
     if out is None:
         out = d_qkv.copy()
     sizes = (tokens, seq_length, num_heads, num_kv_heads)

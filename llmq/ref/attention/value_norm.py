@@ -1,6 +1,6 @@
 """Reference of the RMSNorm of values, which has no weights.
 
-keys: values are the product's keys before normalization.
+keys = 1: values are the keys of the product before their normalization.
 """
 
 import numpy as np
@@ -19,8 +19,8 @@ CASES = {
 
 
 def value_norm_forward(qkv, rstd, product, eps, tokens, num_heads, num_kv_heads, *, keys=0):
-    """Value heads of qkv become T(rstd * head), rstd = 1 / sqrt(mean(head^2) + eps). keys: of the
-    keys of product, whose heads come into qkv too."""
+    """Value heads of qkv become T(rstd * head), rstd = 1 / sqrt(mean(head^2) + eps). keys: `head`
+    is a key head of product, and all heads of product are copied to qkv first."""
     first = num_heads + num_kv_heads
     if keys:
         qkv[:, :, :first] = product.reshape(*qkv.shape[:2], first, -1)
@@ -31,8 +31,8 @@ def value_norm_forward(qkv, rstd, product, eps, tokens, num_heads, num_kv_heads,
 
 
 def value_norm_backward(d_product, d_qkv, qkv, rstd, tokens, num_heads, num_kv_heads, *, keys=0):
-    """Value heads of d_qkv become T(rstd * (d - v * mean(d * v))), with v of qkv. keys: d_product
-    gets the query heads of d_qkv, and the sum of these and its key heads."""
+    """Value heads d of d_qkv become T(rstd * (d - v * mean(d * v))), v: value heads of qkv. keys:
+    instead d_product gets the query heads of d_qkv, and its key heads plus these gradients."""
     first = num_heads + num_kv_heads
     v, d = compute(qkv[:, :, first:]), compute(d_qkv[:, :, first:])
     slope = np.vecdot(d, v) / d.dtype.type(d.shape[-1])

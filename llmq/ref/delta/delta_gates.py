@@ -5,7 +5,7 @@ import numpy as np
 
 from llmq.ref.common import compute, sigmoid
 
-ROWS = 32  # of one partial sum
+ROWS = 32  # rows per partial sum
 
 # name: (rows, heads, columns, offset, parts)
 CASES = {
@@ -19,19 +19,19 @@ CASES = {
 
 
 def _softplus(x: np.ndarray) -> np.ndarray:
-    """log(1 + exp(x)); above 20 x itself, as in torch."""
+    """log(1 + exp(x)); x itself above 20, as in torch."""
     return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
 
 
 def _parts(x: np.ndarray, heads: int, offset: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """b and a, (rows, heads) each: views of x (rows, columns). With one part b is a."""
+    """b and a, (rows, heads) each: views of x (rows, columns). With parts = 1, b is a."""
     last = offset + (parts - 1) * heads
     return x[:, offset : offset + heads], x[:, last : last + heads]
 
 
 def delta_gates_forward(gates, x, a_log, dt_bias, least, rows, heads, columns, offset, parts):
-    """gates (rows, 2, heads): -exp(a_log) step, and sigmoid(b), or of one part step. step:
-    softplus(a + dt_bias), at least `least`."""
+    """gates (rows, 2, heads) = (-exp(a_log) * step, sigmoid(b)), step = max(softplus(a + dt_bias),
+    least). With parts = 1 step takes the place of sigmoid(b)."""
     gates = gates.reshape(rows, 2, heads)
     b, a = (compute(part) for part in _parts(x.reshape(rows, columns), heads, offset, parts))
     with np.errstate(over="ignore"):
@@ -44,7 +44,8 @@ def delta_gates_backward(
     d_x, a_log_partial, dt_bias_partial, d_gates, gates, x, a_log, dt_bias, least, rows, heads,
     columns, offset, parts,
 ):  # fmt: skip
-    """The gradients of b and a in d_x (rows, columns), and sums over 32 rows each."""
+    """Write the gradients of b and a to d_x (rows, columns). a_log_partial, dt_bias_partial:
+    (ceil(rows / 32), heads), the gradients of a_log and dt_bias over 32 rows each."""
     gates, d_gates = (g.reshape(rows, 2, heads) for g in (gates, d_gates))
     d_b, d_a = _parts(d_x.reshape(rows, columns), heads, offset, parts)
     a = compute(_parts(x.reshape(rows, columns), heads, offset, parts)[1]) + compute(dt_bias)

@@ -8,8 +8,9 @@ their lengths:
     S = S + k[t] change[t]^T
     out[t] = S^T q[t] / sqrt(DK)
 
-In a chunk of 64 tokens, with S in front of it, and D[i, j] the decay from token j to i of one
-document, all changes follow from a triangular system (the WY form):
+Within a chunk of 64 tokens, all changes follow from a triangular system (the WY form). S is the
+state before the chunk, D[i, j] the decay from token j to token i of the same document, E the decays
+from S to the tokens, L the decays from the tokens to the end, G the decay of the whole chunk:
 
     inverse = (1 + lower(beta * (k k^T) * D))^-1
     change  = u - w S                     u = inverse (beta * v), w = inverse (beta * E * k)
@@ -36,7 +37,7 @@ from llmq.ref.common import (
     inputs_of,
 )
 
-EPS = 1e-6  # of lengths of queries and keys
+EPS = 1e-6  # added to the squared lengths of queries and keys
 
 # name: (B, T, Hk, Hv, DK, DV)
 CASES = {
@@ -52,10 +53,11 @@ CASES = {
 
 class Factors(NamedTuple):
     """Numbers of all tokens of chunks, (B, Hv, chunks, 64) each. to_key: the decay to the state
-    behind, over the key's length. from_query: the decay from the state in front, over the query's
-    length and sqrt(DK). sums: of decays since the document's first token, or the chunk's.
-    from_state: the decay from the state in front, 0 if the document does not see it; that of the
-    last token is the state's own. key_length: 1 / length; query_length: that over sqrt(DK)."""
+    after the chunk / the key's length. from_query: from_state / (the query's length * sqrt(DK)).
+    sums: sum of log decays since the first token of the document, or of the chunk. from_state: the
+    decay from the state before the chunk, 0 if the document does not see the state; at the last
+    token, the decay of the state over the chunk. key_length: 1 / the key's length. query_length: 1
+    / (the query's length * sqrt(DK))."""
 
     to_key: np.ndarray
     from_query: np.ndarray
@@ -66,12 +68,12 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, factors: np.ndarray) -> Factors:
-        """Views of (B, Hv, chunks, 6, 64)."""
+        """The fields as views of factors (B, Hv, chunks, 6, 64)."""
         return cls(*np.moveaxis(factors, 3, 0))
 
     @property
     def whole(self) -> np.ndarray:
-        """(B, Hv, chunks, 1, 1)."""
+        """The decay of the state over each chunk, (B, Hv, chunks, 1, 1)."""
         return self.from_state[..., -1:, None]
 
 
@@ -80,7 +82,7 @@ def _t(x: np.ndarray) -> np.ndarray:
 
 
 def delta_rule_recurrence(out, state, qkv, gates, seq_len, key_heads, value_heads, *, dk, dv):
-    """out and the state (B, Hv, DK, DV) after each token, one by one: a text that goes on."""
+    """out and the state (B, Hv, DK, DV), token by token, from a state that an earlier call left."""
     (q, k, v), S = heads_of(compute(qkv), key_heads, value_heads, dk, dv), state
     scale, times = S.dtype.type(dk**-0.5), value_heads // key_heads
     result = out.reshape(*out.shape[:2], value_heads, dv)
@@ -99,9 +101,9 @@ def delta_rule_prepare(
     u, w, inverse, scores, factors, qkv, gates, starts, seq_len, key_heads, value_heads, carried, *,
     dk, dv,
 ):  # fmt: skip
-    """All of a chunk that needs no state, (B, Hv, chunks, ...). factors: see Factors. u (64, DV), w
-    (64, DK): what changes would be without a state, and what takes the state's share: change = u -
-    w S. inverse (64, 64): of the triangular system. scores (64, 64): q k^T with decays."""
+    """Compute the parts of chunks that need no state; each result is (B, Hv, chunks, ...). factors:
+    see Factors. u (64, DV), w (64, DK): change = u - w S, with S before the chunk. inverse (64,
+    64): the inverse of the triangular system. scores (64, 64): q k^T with decays."""
     q, k, v, decay, beta = inputs_of(qkv, gates, key_heads, value_heads, dk, dv)
     begin = begins_of(starts, carried, qkv.shape[0], seq_len)
     f = Factors.of(factors)
@@ -130,8 +132,8 @@ def delta_rule_prepare(
 def delta_rule_scan(
     out, state, qkv, u, w, scores, factors, seq_len, key_heads, value_heads, *, dk, dv
 ):
-    """From chunk to chunk: out. state: in front of the first chunk, then behind the last one; None:
-    it is 0 in front."""
+    """Compute out from chunk to chunk. state: the state before the first chunk, overwritten with
+    the state after the last chunk; None: 0 before the first chunk."""
     B, Hv, chunks = u.shape[:3]
     states, changes = np.empty((B, Hv, chunks, dv, dk), factors.dtype), np.empty_like(compute(u))
     sizes = (seq_len, key_heads, value_heads)
@@ -145,8 +147,8 @@ def delta_rule_scan(
 def delta_rule_states(
     states, changes, state, qkv, u, w, factors, seq_len, key_heads, value_heads, *, dk, dv
 ):
-    """delta_rule_scan's loop over chunks, for the states in front of chunks, transposed (DV, DK),
-    and the changes in chunks."""
+    """Run delta_rule_scan's loop over chunks. states: the state before each chunk, transposed (DV,
+    DK). changes: the changes in each chunk."""
     f, (u, w) = Factors.of(factors), (compute(x) for x in (u, w))
     k = heads_of(compute(qkv), key_heads, value_heads, dk, dv)[1]
     k = chunks_of(k, value_heads // key_heads) * f.to_key[..., None]
@@ -164,9 +166,9 @@ def delta_rule_scan_backward(
     d_changes, d_states, d_state, d_out, qkv, w, scores, factors, seq_len, key_heads, value_heads,
     *, dk, dv,
 ):  # fmt: skip
-    """Write gradients of the states behind chunks (DV, DK) and of the changes, from the last chunk
-    to the first. d_state: of the state behind the last chunk, then of that in front of the first;
-    None: it is 0."""
+    """Write gradients of the states after chunks (DV, DK) and of the changes, from the last chunk
+    to the first. d_state: gradient of the state after the last chunk, overwritten with the gradient
+    of the state before the first; None: 0 after the last chunk."""
     f, times = Factors.of(factors), value_heads // key_heads
     q, k, _ = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
     q, k = chunks_of(q, times) * f.from_query[..., None], chunks_of(k, times) * f.to_key[..., None]
@@ -205,13 +207,13 @@ def delta_rule_gradients(
     d_q = d_scores @ k + by_o
     d_k = _t(d_scores) @ q + by_change - beta_ * by_rest
     d_k += (beta_ * d_system) @ k + _t(beta_ * d_system) @ k
-    # Sums of decays: in D, from the state in front, to the state behind.
+    # Gradients of the sums of decays, through D, from_state and to_key.
     inner = np.tril(d_scores * qk + beta_ * d_system * kk, -1)
     d_sums = inner.sum(-1) - inner.sum(-2) + (by_o * q).sum(-1) - beta * (by_rest * k).sum(-1)
     to_state = (by_change * k).sum(-1)
     d_sums -= to_state
     d_sums[..., -1] += to_state.sum(-1) + f.from_state[..., -1] * (S * dS).sum((-1, -2))
-    behind = (begin[..., :, None] <= at) & (at <= at[:, None])  # token i, of the same document as j
+    behind = (begin[..., :, None] <= at) & (at <= at[:, None])  # [i, j]: j <= i, in i's document
     d_decay = (behind * d_sums[..., None]).sum(-2)
     for i, value in enumerate((np.where(begin == at, 0, d_decay), d_beta)):
         d_gates[:, :, i] = from_chunks(value, seq_len)
@@ -224,7 +226,7 @@ def delta_rule_gradients(
         target[...] = d_raw.reshape(B, seq_len, key_heads, -1, dk).sum(3)
 
 
-# The same of matrices.
+# The kernels with matrix instructions have the same references.
 delta_rule_scan_sm90 = delta_rule_scan
 delta_rule_states_sm90 = delta_rule_states
 delta_rule_scan_backward_sm90 = delta_rule_scan_backward

@@ -1,4 +1,4 @@
-"""Reference of RMSNorm over heads, times SiLU of a gate, or of heads that a gate has multiplied."""
+"""Reference of RMSNorm over heads, with SiLU of a gate multiplied after or before the norm."""
 
 import numpy as np
 
@@ -25,9 +25,9 @@ def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def gated_norm_forward(
     out, x, gate, weight, eps, rows, heads, columns, offset, *, head_dim, gate_first
 ):
-    """out (rows, heads * head_dim) = T(T(weight * T(rstd * x)) * silu(gate)), or with the gate
-    first T(weight * rstd * x * silu(gate)), of which rstd is of x * silu(gate). gate: of (rows,
-    columns), from column `offset` on. weight: (1, head_dim), or a row for each head."""
+    """out (rows, heads * head_dim) = T(T(weight * T(rstd * x)) * silu(gate)). gate_first: out =
+    T(weight * rstd * y), with y = x * silu(gate) and rstd computed from y. gate: (rows, columns),
+    read from column `offset` on. weight: (1, head_dim), or a row for each head."""
     width = heads * head_dim
     out, x = (a.reshape(rows, width) for a in (out, x))
     gate = gate.reshape(rows, columns)[:, offset : offset + width]
@@ -51,7 +51,8 @@ def gated_norm_backward(
     d_x, d_gate, partial, d_out, x, gate, weight, eps, rows, heads, columns, offset, *, head_dim,
     gate_first,
 ):  # fmt: skip
-    """The gradients of x and of the gate, and of the weight in partial (blocks, its size)."""
+    """Write the gradients of x and gate; rows of partial (blocks, size of weight) add up to the
+    gradient of weight."""
     width = heads * head_dim
     shape = (rows, heads, head_dim)
     d_x, d_out, x = (a.reshape(shape) for a in (d_x, d_out, x))

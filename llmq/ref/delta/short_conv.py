@@ -1,10 +1,11 @@
-"""Reference of the causal short convolution, with SiLU or not, channel by channel, in documents."""
+"""Reference of the causal short convolution of each channel within documents, with or without
+SiLU."""
 
 import numpy as np
 
 from llmq.ref.common import compute, sigmoid, silu_slope
 
-SPAN = 512  # tokens of one partial sum
+SPAN = 512  # tokens per partial sum
 
 # name: (B, T, channels, columns, taps)
 CASES = {
@@ -18,7 +19,7 @@ CASES = {
 def _inputs(
     x: np.ndarray, before: np.ndarray | None, starts: np.ndarray | None, channels: int, taps: int
 ) -> np.ndarray:
-    """(B, T, channels, taps): what each tap of each token meets, the token itself last."""
+    """(B, T, channels, taps): the inputs that each token's taps multiply, the token itself last."""
     B, T, _ = x.shape
     x = compute(x[..., :channels])
     old = np.zeros((B, taps - 1, channels), x.dtype)
@@ -36,8 +37,8 @@ def short_conv_forward(
     out, x, weight, bias, before, starts, seq_len, channels, columns, *, taps, silu=1
 ):
     """out (B, T, channels) = silu(bias + sum over taps of weight (channels, taps) * x), x (B, T,
-    columns). bias: (channels,); None: 0. before: (B, taps - 1, channels), the tokens in front;
-    None: 0."""
+    columns). bias: (channels,); None: 0. before: (B, taps - 1, channels), inputs of the preceding
+    tokens; None: 0."""
     z = (_inputs(x, before, starts, channels, taps) * compute(weight)).sum(-1)
     if bias is not None:
         z += compute(bias)
@@ -48,7 +49,7 @@ def short_conv_forward(
 
 
 def short_conv_keep(before, x, seq_len, channels, columns, *, taps, silu=1):
-    """The last taps - 1 tokens of before and x, in before."""
+    """Write the inputs of the last taps - 1 tokens of before and x to before."""
     wide = np.concatenate([before, compute(x[..., :channels])], axis=1)
     before[...] = wide[:, -before.shape[1] :]
 

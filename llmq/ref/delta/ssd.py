@@ -1,14 +1,15 @@
-"""Reference of Mamba-2's state space (SSD): the recurrence that defines it, kernels in chunks.
+"""Reference of Mamba-2's state space (SSD): the recurrence that defines it, and kernels in chunks.
 
-The delta rule without the correction: its queries, keys and values are the C, B and x of Mamba-2,
-and betas are the sizes of time steps. Each value head h has a state S, and the queries and keys of
-group h * Hk // Hv as they are:
+SSD is the delta rule without the correction. Queries, keys and values are the C, B and x of
+Mamba-2; betas are the sizes of time steps. Each value head h has a state S, and the queries and
+keys of group h * Hk // Hv, which are not normalized:
 
     S = S * exp(decay[t]) + k[t] (beta[t] * v[t])^T         0 where a document begins
     out[t] = S^T q[t] + skip * v[t]
 
-In a chunk of 64 tokens, with S in front of it, and D[i, j] the decay from token j to i of one
-document:
+Within a chunk of 64 tokens, S is the state before the chunk, D[i, j] the decay from token j to
+token i of the same document, E the decays from S to the tokens, L the decays from the tokens to the
+end, G the decay of the whole chunk:
 
     out = E * (q S) + scores v          scores = lower((q k^T) * D * beta) + diagonal(skip)
     S   = G * S + (L * beta * k)^T v
@@ -31,7 +32,7 @@ from llmq.ref.common import (
     inputs_of,
 )
 
-HEADS = 8  # value heads of a part
+HEADS = 8  # value heads per part
 
 # name: (B, T, Hk, Hv, DK, DV)
 CASES = {
@@ -50,7 +51,7 @@ def _t(x: np.ndarray) -> np.ndarray:
 
 
 def ssd_recurrence(out, state, qkv, gates, skip, seq_len, key_heads, value_heads, *, dk, dv):
-    """out and the state (B, Hv, DK, DV) after each token, one by one: a text that goes on."""
+    """out and the state (B, Hv, DK, DV), token by token, from a state that an earlier call left."""
     (q, k, v), S = heads_of(compute(qkv), key_heads, value_heads, dk, dv), state
     times = value_heads // key_heads
     result = out.reshape(*out.shape[:2], value_heads, dv)
@@ -64,10 +65,11 @@ def ssd_recurrence(out, state, qkv, gates, skip, seq_len, key_heads, value_heads
 def ssd_prepare(
     scores, factors, qkv, gates, skip, starts, seq_len, key_heads, value_heads, carried, *, dk, dv
 ):
-    """All of a chunk that needs no state. scores (B, Hv, chunks, 64, 64): q k^T with decays and
-    betas, and skip on the diagonal. factors (B, Hv, chunks, 2, 64): of each token as a key the
-    decay to the state behind, times beta; as a query the decay from the state in front, 0 if its
-    document does not see the state. The last token's is the state's own."""
+    """Compute the parts of chunks that need no state. scores (B, Hv, chunks, 64, 64): q k^T with
+    decays and betas, and skip on the diagonal. factors (B, Hv, chunks, 2, 64): first beta * the
+    decay from the token to the state after the chunk; second the decay from the state before the
+    chunk to the token, 0 if the document does not see the state. The second factor of the last
+    token is the decay of the state over the chunk."""
     q, k, _, decay, beta = inputs_of(qkv, gates, key_heads, value_heads, dk, dv)
     decays, from_front, _ = _within(decay, starts, carried, qkv.shape[0], seq_len)
     factors[:, :, :, 0] = decays[..., -1, :] * beta
@@ -80,8 +82,8 @@ def ssd_prepare(
 def _within(
     decay: np.ndarray, starts: np.ndarray | None, carried: int, B: int, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Decays from token to token of each chunk, decays from the state in front, and the position
-    where each token's document begins."""
+    """Decays from token to token of each chunk, decays from the state before the chunk, and the
+    position at which each token's document begins."""
     begin = begins_of(starts, carried, B, seq_len)
     sums = np.zeros_like(decay)
     total = np.zeros_like(decay[..., 0])
@@ -92,8 +94,8 @@ def _within(
 
 
 def ssd_scan(out, state, qkv, scores, factors, seq_len, key_heads, value_heads, *, dk, dv):
-    """out of all chunks, from their scores and the states in front of them. state: in front of the
-    first chunk, overwritten with that behind the last one; None: 0 in front."""
+    """Compute out of all chunks, from their scores and the states before them. state: the state
+    before the first chunk, overwritten with the state after the last; None: 0 before the first."""
     sizes = (seq_len, key_heads, value_heads)
     states = np.empty((*factors.shape[:3], dv, dk), factors.dtype)
     ssd_states(states, state, qkv, factors, *sizes, dk=dk, dv=dv)
@@ -104,8 +106,7 @@ def ssd_scan(out, state, qkv, scores, factors, seq_len, key_heads, value_heads, 
 
 
 def ssd_states(states, state, qkv, factors, seq_len, key_heads, value_heads, *, dk, dv):
-    """Go from chunk to chunk as ssd_scan does, for the states in front of chunks, transposed (DV,
-    DK)."""
+    """Write the states before chunks, transposed (DV, DK), from chunk to chunk as ssd_scan does."""
     _, k, v = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
     k = chunks_of(k, value_heads // key_heads) * factors[:, :, :, 0, :, None]
     _walk(states, state, k, chunks_of(v), factors, range(states.shape[2]))
@@ -119,7 +120,7 @@ def _walk(
     factors: np.ndarray,
     order: Iterable[int],
 ) -> None:
-    """states[c], transposed, then S = G * S + rows^T others, for chunks c in this order."""
+    """For each chunk c in order: states[c] = S^T, then S = G * S + rows^T others."""
     B, Hv, _, dv, dk = states.shape
     S = np.zeros((B, Hv, dk, dv), factors.dtype) if state is None else state.copy()
     for c in order:
@@ -133,9 +134,9 @@ def ssd_scan_backward(
     d_qkv, d_states, d_state, d_out, qkv, scores, factors, seq_len, key_heads, value_heads, *,
     dk, dv,
 ):  # fmt: skip
-    """From the last chunk to the first: gradients of the states behind chunks (DV, DK), and of
-    values, in d_qkv. d_state: of the state behind the last chunk, then of that in front of the
-    first; None: it is 0."""
+    """Write gradients of the states after chunks (DV, DK), from the last chunk to the first, and of
+    the values in d_qkv. d_state: gradient of the state after the last chunk, overwritten with the
+    gradient of the state before the first; None: 0 after the last chunk."""
     q, k, _ = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
     q, k = (
         chunks_of(x, value_heads // key_heads) * factors[:, :, :, i, :, None]
@@ -153,8 +154,9 @@ def ssd_gradients(
     d_keys, d_gates, skip_partial, d_out, states, d_states, qkv, gates, starts, seq_len, key_heads,
     value_heads, carried, *, dk, dv,
 ):  # fmt: skip
-    """Gradients of queries and keys, decays, betas and skips (B, chunks, Hv), of each chunk alone.
-    d_keys: (parts, B, T, 2 Hk DK), of HEADS value heads of each group each."""
+    """Write gradients of queries, keys, decays, betas and skips, each chunk by itself.
+    skip_partial: (B, chunks, Hv). d_keys: (parts, B, T, 2 Hk DK), gradients of queries and keys; a
+    part is the sum over HEADS value heads of each group."""
     B = qkv.shape[0]
     q, k, v, decay, beta = inputs_of(qkv, gates, key_heads, value_heads, dk, dv)
     decays, from_front, begin = _within(decay, starts, carried, B, seq_len)
@@ -168,12 +170,12 @@ def ssd_gradients(
     pairs, to_state = d_scores * (q @ _t(k)), (by_behind * k).sum(-1)
     d_beta = pairs.sum(-2) + to_state
     d_scores *= beta[..., None, :]
-    # Sums of decays: in D, from the state in front, to the state behind.
+    # Gradients of the sums of decays, through D and both factors.
     inner = np.tril(pairs * beta[..., None, :], -1)
     d_sums = inner.sum(-1) - inner.sum(-2) + (by_front * q).sum(-1) - beta * to_state
     d_sums[..., -1] += (beta * to_state).sum(-1) + from_front[..., -1] * (S * dS).sum((-1, -2))
     at = np.arange(CHUNK)
-    behind = (begin[..., :, None] <= at) & (at <= at[:, None])  # token i, of the same document as j
+    behind = (begin[..., :, None] <= at) & (at <= at[:, None])  # [i, j]: j <= i, in i's document
     d_decay = (behind * d_sums[..., None]).sum(-2)
     for i, value in enumerate((np.where(begin == at, 0, d_decay), d_beta)):
         d_gates[:, :, i] = from_chunks(value, seq_len)
@@ -186,5 +188,5 @@ def ssd_gradients(
 
 
 def ssd_sum(d_qkv, d_keys, rows, parts, keys, columns, *, dk, dv):
-    """Write the first columns of d_qkv: sums over parts."""
+    """Write the first `keys` columns of d_qkv (rows, columns): sums of d_keys over parts."""
     d_qkv.reshape(rows, columns)[:, :keys] = compute(d_keys).sum(0).reshape(rows, keys)

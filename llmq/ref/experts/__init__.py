@@ -1,1 +1,1 @@
-"""Routers of experts, rows sorted by expert, and products of such rows: references."""
+"""References of routers of experts, of rows sorted by expert, and of products of such rows."""

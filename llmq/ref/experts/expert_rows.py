@@ -1,10 +1,10 @@
-"""References of cu/experts/expert_rows.cu: rows sorted by expert, and the way back."""
+"""References of cu/experts/expert_rows.cu: sort rows by expert, and combine experts' results."""
 
 import numpy as np
 
 from llmq.ref.common import compute, row_blocks, store_gradient
 
-# rows, features, experts, experts of a row
+# rows, features, experts, experts per row
 CASES = {
     "one": (1, 8, 4, 1),
     "small": (50, 40, 32, 4),
@@ -15,14 +15,14 @@ CASES = {
 
 
 def rows_count(counts, chosen, n, E, chunk):
-    """counts (blocks, E): how many of each block's `chunk` choices are of each expert."""
+    """counts (blocks, E): the number of choices of each expert in each block of `chunk` choices."""
     flat = chosen.reshape(-1)
     for b, row in enumerate(counts):
         row[...] = np.bincount(flat[b * chunk : (b + 1) * chunk], minlength=E)
 
 
 def rows_scan(starts, counts, blocks, E):
-    """starts (E + 1): first row of each expert; counts: first row of each block and expert."""
+    """starts (E + 1): first place of each expert; counts: first place of each block and expert."""
     starts[0] = 0
     np.cumsum(counts.sum(axis=0), out=starts[1:])
     before = np.cumsum(counts, axis=0) - counts
@@ -30,7 +30,7 @@ def rows_scan(starts, counts, blocks, E):
 
 
 def rows_place(order, place, chosen, counts, n, E, chunk):
-    """order: the choices sorted by expert, stably; place: the inverse."""
+    """order: the choices, stably sorted by expert; place: the inverse of order."""
     order[...] = np.argsort(chosen.reshape(-1), kind="stable")
     place.reshape(-1)[order] = np.arange(n, dtype=np.int32)
 
@@ -65,7 +65,7 @@ def rows_combine_backward(d_y, d_weights, weighted, y, place, weights, rows, C, 
 
 
 def rows_sum(d_sum, x, weights, order, scalars, starts, C, E, accumulate, salt):
-    """d_sum[e] (C) = or += the weighted sum of e's rows."""
+    """d_sum[e] (C,) = or += the weighted sum of expert e's rows."""
     if not accumulate:
         d_sum[...] = 0
     for e in np.flatnonzero(np.diff(starts)):

@@ -4,7 +4,7 @@ import numpy as np
 
 from llmq.ref.common import compute
 
-CASES = {"tiny": (64, 8, 2), "gemma4_26b": (8192, 128, 8)}  # tokens, experts, choices of each
+CASES = {"tiny": (64, 8, 2), "gemma4_26b": (8192, 128, 8)}  # tokens, experts, choices per token
 
 
 def expert_scale_forward(out, weights, scale, chosen, n):
@@ -12,7 +12,7 @@ def expert_scale_forward(out, weights, scale, chosen, n):
 
 
 def expert_scale_backward(d_weights, d_scale, weights, scale, order, starts):
-    """The sums of experts, then the gradients of weights."""
+    """d_scale: sums over each expert's choices; then d_weights *= the scale of the expert."""
     d, w, factors = d_weights.reshape(-1), weights.reshape(-1), compute(scale)
     experts = np.repeat(np.arange(scale.size), np.diff(starts))
     d_scale[0] = np.bincount(experts, (d * w)[order], scale.size)

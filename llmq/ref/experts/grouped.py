@@ -1,5 +1,5 @@
-"""References of cu/experts/grouped.cu: products of rows that are sorted by expert, each with its
-matrix."""
+"""References of cu/experts/grouped.cu: products of rows, sorted by expert, with the matrices of the
+experts."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ CASES = {
 
 
 def _groups(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, and which."""
+    """Each expert that has rows, and the slice of its rows."""
     for expert in np.flatnonzero(np.diff(starts)):
         yield expert, slice(starts[expert], starts[expert + 1])
 
@@ -27,8 +27,8 @@ def _groups(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
 def grouped_product(
     out, x, w, scale_x, scale_w, bias, addend, starts, R, N, K, E, *, trans_b, half
 ):
-    """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e] + addend, where e has the
-    row. Codes are multiplied as they are, and their sums by both scales."""
+    """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e] + addend, e the row's
+    expert. FP8 codes are multiplied unscaled, and the sums by both scales."""
     values = compute if scale_x is None else decode_fp8
     multiply = half_product if half else np.matmul
     for e, rows in _groups(np.array([0, R]) if starts is None else starts):
@@ -41,8 +41,8 @@ def grouped_product(
 
 
 def grouped_gradient(d_w, d_y, x, scalars, starts, R, N, K, E, accumulate, salt):
-    """d_w[e] (N, K) = or += d_y^T @ x over the rows of e, rounded before it is added; without
-    rows 0, or as it was."""
+    """d_w[e] (N, K) = or += d_y^T @ x over the rows of e; the product is rounded first. Without
+    rows, d_w[e] becomes 0, or stays with accumulate."""
     if not accumulate:
         d_w[...] = 0
     for e, rows in _groups(starts):

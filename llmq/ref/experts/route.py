@@ -5,7 +5,7 @@ import numpy as np
 from llmq.base.batch import FILLER_TARGET
 from llmq.ref.common import compute, sigmoid
 
-# rows, experts, experts of a row
+# rows, experts, experts per row
 CASES = {
     "one": (1, 8, 2),
     "small": (50, 32, 4),
@@ -16,12 +16,13 @@ CASES = {
     "deepseek_v3": (16384, 256, 8),
 }
 
-# Units of sums over rows, which are integers, so that the order of addition does not matter.
-PROBABILITY_UNIT = 2.0**32  # of probabilities and entropies
-SQUARE_UNIT = 2.0**20  # of squares of log-sum-exp, each at most MOST_SQUARE
+# Sums over rows are integers, so that the order of addition does not matter. A sum is the number
+# times its unit.
+PROBABILITY_UNIT = 2.0**32  # for probabilities and entropies
+SQUARE_UNIT = 2.0**20  # for squares of log-sum-exp, each at most MOST_SQUARE
 MOST_SQUARE = 2.0**20
-EXTRA_SUMS = ("rows", "entropy", "square", "not_finite")  # behind rows and probabilities by expert
-TINY = 1e-20  # is added to a sum of sigmoids, which may all be 0
+EXTRA_SUMS = ("rows", "entropy", "square", "not_finite")  # follow rows and probabilities by expert
+TINY = 1e-20  # added to a sum of sigmoids, which may be 0
 
 
 def sums_size(experts: int) -> int:
@@ -30,7 +31,7 @@ def sums_size(experts: int) -> int:
 
 
 def _softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities of all experts, and log-sum-exp (rows,)."""
+    """Probabilities of all experts (rows, experts), and log-sum-exp (rows,)."""
     x = compute(logits)
     most = np.fmax.reduce(x, axis=1)
     p = np.exp(x - most[:, None])
@@ -42,8 +43,8 @@ def _softmax(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _shares(
     logits: np.ndarray, p: np.ndarray | None, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of the chosen experts, before `scale`, and their sum, the divisor of renormalized
-    shares. p None: sigmoids."""
+    """Shares of the chosen experts before `scale`, and the sum of these shares, the divisor of
+    renormalized shares. p: probabilities of all experts; None: shares are sigmoids of logits."""
     if p is None:
         values = sigmoid(compute(np.take_along_axis(logits, chosen, axis=1)))
         tiny = values.dtype.type(TINY)
@@ -64,7 +65,8 @@ def _counted(targets: np.ndarray | None) -> np.ndarray | slice:
 
 
 def _largest(scores: np.ndarray, count: int, left_out: np.ndarray | None = None) -> np.ndarray:
-    """The columns of the largest scores of each row, of equal ones the first, NaN last."""
+    """The columns of the `count` largest scores of each row; the first columns among equal scores,
+    NaN last. left_out: mask of columns that come after all others."""
     order = np.argsort(-scores, axis=1, kind="stable")
     if left_out is not None:
         at_end = np.argsort(np.take_along_axis(left_out, order, axis=1), axis=1, kind="stable")
@@ -119,7 +121,7 @@ def route_backward(
     if of_experts is not None:
         g = g + np.take_along_axis(of_experts, chosen, axis=1)
     g = g * values.dtype.type(scale)
-    d = np.zeros(logits.shape, values.dtype)  # in two parts: by probabilities of all experts
+    d = np.zeros(logits.shape, values.dtype)  # gradient of logits; of_p: of all probabilities
     of_p = np.zeros_like(d)
     if renormalize:
         shares = values / total

@@ -1,1 +1,1 @@
-"""Losses of logits, fused with their gradients: references."""
+"""References of losses of logits, fused with their gradients."""

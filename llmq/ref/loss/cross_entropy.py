@@ -18,8 +18,8 @@ CASES = {
 
 
 def _cap(x: np.ndarray, bits: int) -> np.ndarray | None:
-    """Soft-cap x in place. bits: of the cap, an F32; 0: none. Returns the
-    cap's slopes; None without a cap."""
+    """Soft-cap x in place, and return the derivatives of capped x by x; None without a cap. bits:
+    the bits of the cap, an F32; 0: no cap."""
     if not bits:
         return None
     cap = np.uint32(bits).view(np.float32)
@@ -31,8 +31,8 @@ def _cap(x: np.ndarray, bits: int) -> np.ndarray | None:
 def _softmax(
     x: np.ndarray, losses: np.ndarray, lse: np.ndarray, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x (rows, V) becomes exp(x - row max). Writes losses and lse. Returns the sums of the rows,
-    and the indices and targets of the rows that count."""
+    """x (rows, V) becomes exp(x - row max). Write losses and lse. Return the sums of the rows, and
+    the indices and targets of the rows that are not masked."""
     rows = np.flatnonzero(targets >= 0)
     picked = targets[rows]
     target_logits = x[rows, picked]
@@ -61,8 +61,8 @@ def cross_entropy_forward_backward(
     *,
     softcap: int = 0,
 ) -> None:
-    """The gradient goes to codes, as d * code_factor, where there are codes; else to logits.
-    weights: of the rows; None: all are 1."""
+    """Write the gradient d to logits; or, if codes are given, FP8 codes of d * code_factor to
+    codes. weights: (rows,), the rows' weights; None: all are 1."""
     for block in row_blocks(rows, padded_vocab):
         x = compute(logits[block, :vocab])
         slopes = _cap(x, softcap)

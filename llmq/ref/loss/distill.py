@@ -11,7 +11,7 @@ CASES = {
     "many": (3, 2000, 2048, 64),
     "qwen": (2048, 151936, 151936, 64),
 }
-LEAST = 2.0**-30  # of what all the other columns have: no logarithm of 0
+LEAST = 2.0**-30  # least probability of the other columns, so that its logarithm is finite
 
 
 def distill(
@@ -32,7 +32,7 @@ def distill(
         log_q = np.take_along_axis(x, ids, axis=1) / temperature - soft_lse
         p, q = np.exp(log_p), np.exp(log_q)
         others = np.exp(x / temperature - soft_lse)
-        np.put_along_axis(others, ids, 0, axis=1)  # 1 less the sum of q would cancel
+        np.put_along_axis(others, ids, 0, axis=1)  # 1 - sum of q would cancel digits
         q_rest = np.maximum(others.sum(axis=1, keepdims=True), LEAST)
         ratio = np.log(q_rest / rest)
         parts = q * (log_q - log_p) if reverse else p * (log_p - log_q)
@@ -60,7 +60,8 @@ def distill_add(stats, kl, rows, index):
 
 
 def top_k(top, logits, lse, rows, vocab, padded_vocab, k):
-    """top (rows, 2 k): the columns of the largest logits, ascending, and their logarithms."""
+    """top (rows, 2 k): the columns of the k largest logits, ascending, as the bits of I32; then
+    the log-probabilities of these columns."""
     for row in range(rows):
         x = compute(logits[row, :vocab])
         largest = np.sort(np.argsort(-x, kind="stable")[:k])

@@ -6,7 +6,7 @@ import numpy as np
 
 from llmq.base.dtypes import STATS
 
-# batch, sequence, documents in a row (0: rows are documents)
+# batch, sequence, documents per row (0: each row is a document)
 CASES = {
     "smallest": (1, 8, 1),
     "rows": (3, 40, 0),
@@ -16,17 +16,18 @@ CASES = {
 }
 TOKEN, SEQUENCE, CAPPED = range(3)
 PER_TOKEN, PER_DOCUMENT = range(2)
-LARGEST_LOG = 80.0  # of ratios: exp is finite, so that an advantage of 0 makes 0
-# They follow the statistics of all losses; all but documents are sums over trained tokens.
+LARGEST_LOG = 80.0  # upper bound of log ratios: exp stays finite, so that advantage 0 gives 0
+# These statistics follow those of every loss; all but `documents` are sums over trained tokens.
 SUMS = ("tokens", "documents", "clipped", "ratio", "drift", "kl", "entropy")
 
 
 class Form(NamedTuple):
     """The numbers of a loss. kind: TOKEN, each token has its own ratio of new to old probability;
     SEQUENCE, a document's tokens share the geometric mean of theirs; CAPPED, the ratio is a weight
-    without a gradient. low, high: bounds of ratios; CAPPED has no lower one. beta: of the
-    divergence from the reference. per: what the loss is a mean of, PER_TOKEN or PER_DOCUMENT.
-    length: with PER_DOCUMENT the divisor of a document's sum; 0: its number of tokens."""
+    without a gradient. low, high: bounds of ratios; CAPPED has no lower bound. beta: weight of the
+    divergence from the reference. per: the loss is a mean over tokens (PER_TOKEN) or documents
+    (PER_DOCUMENT). length: with PER_DOCUMENT the divisor of a document's sum; 0: its number of
+    tokens."""
 
     kind: int
     low: float
@@ -37,9 +38,9 @@ class Form(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Arrays F64 (n,): the loss of each token, its weight, which is the negative derivative by the
-    token's log-probability, whether its ratio is out of bounds, the ratio, and the divergence from
-    the reference, times the ratio."""
+    """Arrays F64 (n,) of n tokens. loss: the token's loss. weight: its negative derivative by the
+    token's log-probability. clipped: whether the ratio is out of bounds. ratio: the ratio. kl: the
+    ratio times the divergence from the reference."""
 
     loss: np.ndarray
     weight: np.ndarray
@@ -49,8 +50,8 @@ class Value(NamedTuple):
 
 
 def divergence(gap: np.ndarray) -> np.ndarray:
-    """One-sample estimate of the divergence from the reference. gap: log-probability of the
-    reference less the model's."""
+    """One-sample estimate of the divergence from the reference. gap: log-probability by the
+    reference minus log-probability by the model."""
     return np.exp(np.minimum(gap, LARGEST_LOG)) - gap - 1
 
 
@@ -62,9 +63,9 @@ def of_tokens(
     reference: np.ndarray | None,
     mean_kl: np.ndarray | None = None,
 ) -> Value:
-    """The loss of tokens, F64 (n,) each. log_ratio: of the token, or with SEQUENCE of its document.
-    reference: log-probabilities by the reference; None: beta is 0. mean_kl: with SEQUENCE, the mean
-    divergence of its document."""
+    """The losses of n tokens; all arrays are F64 (n,). log_ratio: log of the token's ratio, or with
+    SEQUENCE of its document's ratio. reference: log-probabilities by the reference; None: beta is
+    0. mean_kl: with SEQUENCE, the mean divergence of the token's document."""
     ratio = np.exp(np.minimum(log_ratio, LARGEST_LOG))
     if form.kind == CAPPED:
         clipped, bounded = ratio > form.high, np.minimum(ratio, form.high)
@@ -83,13 +84,13 @@ def of_tokens(
 
 
 def _firsts(starts: np.ndarray | None, n: int, seq_len: int) -> np.ndarray:
-    """The first position of each one's document, among all positions."""
+    """For each position, the first position of its document, among all n positions."""
     rows = np.arange(n) // seq_len * seq_len
     return rows if starts is None else rows + starts.reshape(-1)
 
 
 def grpo_sums(sums, targets, losses, old, reference, starts, n, seq_len):
-    """Only what begins a document is written."""
+    """Write sums only at the first positions of documents."""
     counted, first = targets.reshape(-1) >= 0, _firsts(starts, n, seq_len)
     logp = -losses.reshape(-1).astype(np.float64)
     kl = np.zeros(n) if reference is None else divergence(reference.reshape(-1) - logp)
@@ -100,8 +101,8 @@ def grpo_sums(sums, targets, losses, old, reference, starts, n, seq_len):
 
 
 def _values(form, sums, targets, losses, old, reference, advantages, starts, n, seq_len):
-    """Indices of the trained tokens, and their values, each times what a mean over documents
-    needs."""
+    """Indices of the trained tokens; their values, with loss and weight divided by the document's
+    length with PER_DOCUMENT; and their log-probabilities by the new and the old policy."""
     at = np.flatnonzero(targets.reshape(-1) >= 0)
     first = _firsts(starts, n, seq_len)[at]
     total, count, kl = sums.reshape(3, n)[:, first].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The reference of cu/loss/labels.cu: losses and gradients of a score head's labels."""
+"""Reference of cu/loss/labels.cu: losses of labels by a score head's logits, and gradients."""
 
 import numpy as np
 
@@ -16,7 +16,8 @@ CASES = {
 def labels(
     logits, losses, lse, hits, targets, weights, rows, vocab, padded_vocab, linear, gradient
 ):
-    """Losses, hits and gradients of all rows, 0 where masked."""
+    """Write losses, lse, hits and gradients of all rows; all are 0 in rows with a negative
+    target."""
     x, counts = compute(logits[:, :vocab]), targets >= 0
     at = np.where(counts, targets, 0)[:, None]
     most = x.max(1, keepdims=True)

@@ -10,7 +10,7 @@ MASKED = -100
 def mtp_shift(tokens, targets, of_tokens, of_targets, starts, n, seq_len):
     """Reference of mtp_shift: tokens and targets one position ahead, (B, T) each. starts: first
     position of each token's document; None: each row is a document. The last position of a
-    document is masked, and has its own token."""
+    document is masked, and keeps its own token."""
     last = np.ones(tokens.shape, bool)
     first = np.zeros(tokens.shape, np.int32) if starts is None else starts
     last[:, :-1] = first[:, 1:] != first[:, :-1]
@@ -19,9 +19,10 @@ def mtp_shift(tokens, targets, of_tokens, of_targets, starts, n, seq_len):
 
 
 def mtp_stats(stats, losses, trunk, targets, of_targets, n, every):
-    """Reference of mtp_stats: stats F64 (2,) += the number of the trunk's targets times the means
-    over `targets` of the head's loss, and of min(1, q / p): p and q are a target's probabilities by
-    the trunk and by the head. losses, trunk: F32 (n,). of_targets: (every,), of all sequences."""
+    """Reference of mtp_stats: stats F64 (2,) += k * the means over `targets` of the head's loss and
+    of min(1, q / p). k: number of the trunk's targets; p, q: a target's probability by the trunk
+    and by the head. losses, trunk: losses of head and trunk, F32 (n,). of_targets: (every,), the
+    trunk's targets of all sequences."""
     at = np.flatnonzero(targets.reshape(-1) >= 0)
     if at.size == 0:
         return

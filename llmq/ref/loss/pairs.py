@@ -6,7 +6,7 @@ import numpy as np
 
 from llmq.base.dtypes import STATS
 
-# batch, sequence, pairs in a row
+# batch, sequence, pairs per row
 CASES = {
     "smallest": (1, 8, 1),
     "across_warps": (2, 100, 2),
@@ -15,8 +15,9 @@ CASES = {
     "long": (1, 32768, 4),
 }
 SIGMOID, IPO, ORPO, KTO = range(4)
-# Statistics behind those of all losses. KTO's pairs count as chosen or as rejected, others as both;
-# rewards and log-probabilities are sums over these, kl is the sum of KTO's shift over pairs.
+# These statistics follow those of every loss. A KTO pair counts as chosen or as rejected, other
+# pairs as both; rewards and log-probabilities are sums over the chosen and over the rejected
+# documents; kl is the sum of KTO's shift over pairs.
 SUMS = (
     *("tokens", "accuracy", "chosen", "rejected"),
     *("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "kl"),
@@ -24,7 +25,8 @@ SUMS = (
 
 
 class Documents(NamedTuple):
-    """F64 (pairs,) each: what documents have gained, their log-probability, and their tokens."""
+    """F64 (pairs,) each, for one document of each pair: gain in log-probability over the reference,
+    log-probability, and number of trained tokens."""
 
     gain: np.ndarray
     logp: np.ndarray
@@ -32,10 +34,10 @@ class Documents(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The numbers of a loss. kind: SIGMOID of DPO and SimPO, IPO, ORPO, KTO. normalize: 1 where a
-    document counts by its tokens' mean. beta, gamma, smoothing: as published. sft: the weight of
-    the chosen document's mean cross-entropy. With KTO gamma and sft are the weights of documents
-    that are desirable and that are not."""
+    """The numbers of a loss. kind: SIGMOID (DPO and SimPO), IPO, ORPO or KTO. normalize: 1: gains
+    are divided by the document's tokens. beta, gamma, smoothing: as published. sft: the weight of
+    the chosen document's mean cross-entropy. With KTO, gamma and sft are the weights of desirable
+    and of undesirable documents."""
 
     kind: int
     normalize: int
@@ -46,7 +48,8 @@ class Form(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Arrays (pairs,): the loss, its derivatives by the sums of log-probabilities, the rewards."""
+    """Arrays (pairs,): the loss, its derivatives by the log-probabilities of the chosen and the
+    rejected document, and the rewards of both."""
 
     loss: np.ndarray
     d_chosen: np.ndarray
@@ -60,13 +63,13 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _log_odds(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """log(p / (1 - p)) of p = exp(a), and its derivative."""
+    """log(p / (1 - p)) with p = exp(a), and the derivative by a."""
     rest = -np.expm1(np.minimum(a, -1e-7))
     return a - np.log(rest), 1 / rest
 
 
 def of_pair(form: Form, c: Documents, r: Documents) -> Value:
-    """The loss of pairs, c chosen and r rejected."""
+    """The losses of pairs by SIGMOID, IPO or ORPO. c, r: chosen and rejected documents."""
     each_c, each_r = (1 / d.count if form.normalize else 1.0 for d in (c, r))
     x_c, x_r = c.gain * each_c, r.gain * each_r
     if form.kind == SIGMOID:
@@ -88,7 +91,7 @@ def of_pair(form: Form, c: Documents, r: Documents) -> Value:
 
 
 def of_label(form: Form, own: Documents, preferred: np.ndarray, shift: float) -> Value:
-    """KTO's loss of single documents. gamma, sft: weights of preferred ones and of others."""
+    """KTO's losses of single documents. preferred: whether each document is desirable."""
     sign = np.where(preferred, form.beta, -form.beta)
     weight = np.where(preferred, form.gamma, form.sft)
     s, reward = _sigmoid(sign * (own.gain - shift)), form.beta * own.gain
@@ -100,8 +103,8 @@ def _documents(sums: np.ndarray, at: np.ndarray) -> Documents:
 
 
 class _Pairs(NamedTuple):
-    """By pair, (pairs,): where its first and its second document begin among all positions, and
-    whether the first one is preferred."""
+    """Arrays (pairs,): the positions, among all, at which the pair's first and second document
+    begin, and whether the first document is preferred."""
 
     one: np.ndarray
     two: np.ndarray
@@ -117,7 +120,7 @@ def _pairs(starts: np.ndarray, partner: np.ndarray, seq_len: int) -> _Pairs:
 
 
 def pairs_sums(sums, targets, losses, reference, starts, partner, n, seq_len):
-    """Only what begins a document is written."""
+    """Write sums only at the first positions of documents in pairs."""
     counted = (targets.reshape(-1) >= 0) & (partner.reshape(-1) != 0)
     logp = -losses.reshape(-1).astype(np.float64)
     gain = logp - (0 if reference is None else reference.reshape(-1))
@@ -145,8 +148,8 @@ def pairs_shift(shift, gained, ranks):
 def _values(
     sums: np.ndarray, shift: np.ndarray | None, pairs: _Pairs, form: Form
 ) -> tuple[np.ndarray, Documents, Documents, Value]:
-    """The pairs that count, their chosen and rejected documents (of KTO the own and the other one),
-    and their values."""
+    """Mask of pairs with trained tokens, their chosen and rejected documents (with KTO: first and
+    second documents), and their values."""
     one, two = _documents(sums, pairs.one), _documents(sums, pairs.two)
     there = (one.count > 0) & ((two.count > 0) | (form.kind == KTO))
     one, two = (Documents(*(x[there] for x in d)) for d in (one, two))
@@ -161,7 +164,7 @@ def _values(
 
 
 def pairs_weights(weights, sums, shift, targets, starts, partner, n, seq_len, *numbers):
-    """numbers: of Form."""
+    """numbers: the fields of Form."""
     pairs, form = _pairs(starts, partner, seq_len), Form(*numbers)
     there, _, _, value = _values(sums, shift, pairs, form)
     of_first = np.zeros(n)
@@ -174,7 +177,7 @@ def pairs_weights(weights, sums, shift, targets, starts, partner, n, seq_len, *n
 
 
 def pairs_stats(stats, sums, shift, starts, partner, n, seq_len, *numbers):
-    """numbers: of Form."""
+    """numbers: the fields of Form."""
     pairs, form = _pairs(starts, partner, seq_len), Form(*numbers)
     there, c, r, value = _values(sums, shift, pairs, form)
     named = dict.fromkeys((*STATS, *SUMS), 0.0)

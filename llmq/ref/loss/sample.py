@@ -15,8 +15,8 @@ CASES = {
     "gemma": (16, 262144, 262144),
 }
 
-PART = 8192  # ids of a part of a row
-LARGEST = np.float32(3e38)  # that 1 / temperature is taken for
+PART = 8192  # ids per part of a row
+LARGEST = np.float32(3e38)  # upper bound of 1 / temperature
 WHOLE = np.float32(2**31)  # the probability of the most likely id, as a whole number
 
 
@@ -44,8 +44,8 @@ def sample_cut(
     last, logits, largest, temperature, top_k, top_p, repetition, seen, vocab, padded_vocab, parts,
     *, softcap=0,
 ):  # fmt: skip
-    """last: I64 (rows,), the rank (|score| as bits, then the id) of the last id that top_k and
-    top_p keep; -1, which is the largest as an unsigned number, where all are."""
+    """last: I64 (rows,), the rank (bits of |score|, then the id) of the last id that top_k and
+    top_p keep; -1, the largest unsigned number, where they keep all ids."""
     last[...] = -1
     for row in np.flatnonzero((temperature != 0) & ((top_k > 0) | (top_p < 1))):
         scores = _scores(logits, largest, temperature, repetition, seen, vocab, softcap, row)
@@ -58,8 +58,8 @@ def sample_draw(
     found, logits, largest, last, temperature, min_p, repetition, seed, position, seen, vocab,
     padded_vocab, parts, *, softcap=0,
 ):  # fmt: skip
-    """found: I64 (rows, parts), the place of the largest sum of score and noise of each part; of
-    temperature 0 that of the largest score."""
+    """found: I64 (rows, parts), the place of the largest sum of score and noise in each part; with
+    temperature 0, the place of the row's largest penalized logit."""
     found[...] = largest.view(np.uint64).max(axis=1, keepdims=True).view(np.int64)
     for row in np.flatnonzero(temperature):
         scores = _scores(logits, largest, temperature, repetition, seen, vocab, softcap, row)
@@ -75,10 +75,10 @@ def sample_draw(
 def sample_finish(
     tokens, logprobs, logits, stats, found, seen, rows, vocab, padded_vocab, parts, *, softcap=0
 ):
-    """tokens: I32 (rows,), the ids of the best places; -1 where a logit is NaN or infinite, or all
-    are -infinity. logprobs: F32 (rows,), logarithms of their probabilities before penalties,
-    temperature and filters; NaN for -1. seen gets the tokens' bits."""
-    top = stats[:, :, 0].max(axis=1)  # NaN if one is
+    """tokens: I32 (rows,), the ids of the rows' largest places; -1 where a logit is NaN or
+    infinity, or all are -infinity. logprobs: F32 (rows,), the tokens' log-probabilities before
+    penalties, temperature and filters; NaN for token -1. The tokens' bits are set in seen."""
+    top = stats[:, :, 0].max(axis=1)  # NaN if any part's is NaN
     valid = np.isfinite(top)
     base = np.where(valid, top, 0)[:, None]
     total = (stats[:, :, 1] * np.exp(stats[:, :, 0] - base)).sum(axis=1)
@@ -102,7 +102,7 @@ def _capped(logits, softcap):
 
 
 def _read(logits, repetition, seen, softcap):
-    """Logits (rows, vocab) with the cap, and these with the penalty of ids that were seen."""
+    """Capped logits (rows, vocab), and capped logits with the penalty of ids that were seen."""
     x = _capped(logits, softcap)
     if seen is None or (repetition == 1).all():
         return x, x
@@ -112,7 +112,7 @@ def _read(logits, repetition, seen, softcap):
 
 
 def _scores(logits, largest, temperature, repetition, seen, vocab, softcap, row):
-    """The scores F32 (vocab,) of a row, of which the largest is 0."""
+    """The scores of a row, F32 (vocab,); the largest is 0."""
     own = slice(row, row + 1)
     seen = None if seen is None else seen[own]
     _, penalized = _read(logits[own, :vocab], repetition[own], seen, softcap)
@@ -121,8 +121,8 @@ def _scores(logits, largest, temperature, repetition, seen, vocab, softcap, row)
 
 
 def places(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """I64: numbers and their ids, in an order of unsigned numbers: ascending by x, of equal ones
-    descending by id."""
+    """I64: each number and its id in one word. As unsigned numbers, the words ascend with x, and
+    descend with the id where x is equal."""
     bits = (np.asarray(x, np.float32) + np.float32(0)).view(np.uint32)
     order = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64) << np.uint64(
         32
@@ -137,13 +137,14 @@ def numbers(order: np.ndarray) -> np.ndarray:
 
 
 def ranks(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Unsigned numbers in the order of ids: descending by score, of equal ones ascending by id."""
+    """Unsigned numbers that ascend as scores descend, and ascend with the id where scores are
+    equal. scores: at most 0."""
     bits = np.abs(scores).view(np.uint32).astype(np.uint64)
     return bits << np.uint64(32) | ids.astype(np.uint64)
 
 
 def kept(scores: np.ndarray, top_k: int, top_p: np.float32, min_p: np.float32) -> np.ndarray:
-    """The ids, ascending, that the filters leave of F32 scores, of which the largest is 0."""
+    """The ids, ascending, that the filters keep. scores: F32, the largest is 0."""
     ids = np.arange(len(scores))
     if 0 < top_k < len(scores):
         least = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
@@ -160,7 +161,7 @@ def kept(scores: np.ndarray, top_k: int, top_p: np.float32, min_p: np.float32) -
 
 
 def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """F32: Gumbel noise of ids, a function of the 64-bit seed, the position and the id."""
+    """Gumbel noise of ids, F32: a function of the 64-bit seed, the position and the id."""
     words = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position
     index = np.uint64(mix_seed(*reversed(words)) << 32) | ids.astype(np.uint64)
     uniform = random_bits(mix_seed(*words), index).astype(np.float32) * np.float32(2**-32)

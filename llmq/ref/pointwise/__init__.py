@@ -1,1 +1,1 @@
-"""Norms, activations, embeddings, and operations on each element or column alone: references."""
+"""References of norms, activations, embeddings, and operations on each element or column alone."""

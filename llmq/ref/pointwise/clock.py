@@ -11,5 +11,5 @@ def clock_start(at):
 
 
 def clock_stop(total, at):
-    """total += milliseconds since then."""
+    """total += milliseconds since `at`."""
     total[0] += 1e-6 * (time.perf_counter_ns() - at[0])

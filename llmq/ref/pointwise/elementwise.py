@@ -20,13 +20,13 @@ def scale(out, x, by, n):
 def multiply(
     out, a, b, rows, channels, out_first, a_first, b_first, out_columns, a_columns, b_columns
 ):
-    """out = a * b, `channels` channels of each from its first one on, rounded to nearest."""
+    """out = a * b, rounded to nearest: `channels` columns, from out_first, a_first, b_first on."""
     x, y = a[:, a_first : a_first + channels], b[:, b_first : b_first + channels]
     out[:, out_first : out_first + channels] = compute(x) * compute(y)
 
 
 def copy_columns(out, x, rows, channels, out_first, x_first, out_columns, x_columns, *, add):
-    """out = [out +] x, of so many columns of each from its first on, rounded to nearest."""
+    """out = [out +] x, rounded to nearest: `channels` columns, from out_first, x_first on."""
     to, values = (t[:, first : first + channels] for t, first in ((out, out_first), (x, x_first)))
     to[...] = compute(to) + compute(values) if add else values
 
@@ -37,7 +37,7 @@ def convert(out, x, n):
 
 
 def fill(x, value, n):
-    """Every element becomes the value."""
+    """x[i] = value for every element."""
     x[...] = value
 
 
@@ -94,7 +94,7 @@ def random_normal(out, std, seed_low, seed_high, first_index, n):
 
 # -- Dropout
 
-# name: (sequences, elements of a sequence)
+# name: (sequences, elements per sequence)
 DROPOUT_CASES = {"one": (1, 8), "ragged": (3, 1000), "blocks": (2, 5000), "qwen7b": (4, 3670016)}
 
 
@@ -122,7 +122,7 @@ HALF = np.uint32(0x8000)
 
 
 def average_update(average, param, scalars, decay, n):
-    """The average, nearer to param."""
+    """Move the average toward param: average += (1 - d) * (param - average)."""
     s, one = step_scalars(scalars), np.float32(1)
     if s["skip_update"]:
         return
@@ -132,7 +132,8 @@ def average_update(average, param, scalars, decay, n):
 
 
 def average_exchange(average, param, back, n):
-    """param, and what gives both back; see llmq/cu/pointwise/elementwise.cu."""
+    """Exchange param and the rounded average, or with `back` restore both; see
+    llmq/cu/pointwise/elementwise.cu."""
     if param.dtype == np.float32:
         average[...], param[...] = param.copy(), average.copy()
         return

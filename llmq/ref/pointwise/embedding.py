@@ -1,4 +1,4 @@
-"""References of cu/pointwise/embedding.cu: table lookup, and the deterministic scatter-add back."""
+"""References of cu/pointwise/embedding.cu: table lookup, and its deterministic gradient."""
 
 from itertools import pairwise
 
@@ -47,8 +47,8 @@ def embedding_sort(order, spare, tokens, n, vocab, buckets):
 def embedding_backward(
     d_weight, partial, d_out, tokens, order, scalars, n, C, scale, padding, first_id, rows, salt
 ):
-    """Adds scale times the sum of every run of equal ids, but for `padding` and those without a
-    row; embedding_finish has nothing to do."""
+    """Add scale times the sum of every run of equal ids to d_weight, except for `padding` and ids
+    without a row in d_weight; embedding_finish has nothing to do."""
     ids = tokens.reshape(-1)[order]
     order = order[(ids != padding) & (ids >= first_id) & (ids < first_id + rows)]
     if not len(order):
@@ -70,7 +70,7 @@ def embedding_backward(
 def embedding_finish(
     d_weight, partial, tokens, order, scalars, n, C, scale, padding, first_id, rows, salt
 ):
-    """Adds the runs that embedding_backward left in pieces: none, in its reference."""
+    """Add the runs that embedding_backward leaves in pieces; its reference leaves none."""
 
 
 def embedding_backward_positions(

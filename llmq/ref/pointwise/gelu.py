@@ -1,4 +1,4 @@
-"""References of cu/pointwise/gelu.cu: GELU with the tanh approximation, with relu2 the square of
+"""References of cu/pointwise/gelu.cu: GELU with the tanh approximation, or with relu2 the square of
 ReLU, and their gradients."""
 
 import numpy as np
@@ -28,7 +28,7 @@ def gelu_forward(out, x, n, abs_max=None, *, relu2=0):
 
 
 def gelu_backward(d_x, d_out, x, n, abs_max=None, out=None, *, relu2=0):
-    """out: forward's result again; may be x or d_out."""
+    """out: forward's result again, or None; out may be x or d_out."""
     d_x, d_out, x = d_x.reshape(-1), d_out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):

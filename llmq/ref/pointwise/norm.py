@@ -1,7 +1,8 @@
 """Reference of RMSNorm and LayerNorm, alone and fused with a residual addition.
 
-LayerNorm with a mean, else RMSNorm. results: abs_max, codes, scale and saturated, each or None, or
-empty. offset: 1 + weight takes the place of weight, and only the product is rounded.
+A mean that is not None selects LayerNorm, else the norm is RMSNorm. results: abs_max, codes, scale
+and saturated, each of which may be None, or nothing. offset: 1 + weight takes the place of weight,
+and the result is rounded once.
 """
 
 import numpy as np
@@ -28,7 +29,7 @@ CASES = {
     "gpt2_xl": (16384, 1600, True),
 }
 
-BLOCK = 1 << 17  # elements of the rows worked on at a time, so that temporaries stay in the cache
+BLOCK = 1 << 17  # elements per block of rows, so that temporaries stay in the cache
 
 
 def _rstd(x: np.ndarray, eps: float) -> np.ndarray:
@@ -83,7 +84,7 @@ def _emit(
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
 ) -> None:
-    """The further results, of out."""
+    """Write the further results from out: abs_max, FP8 codes and the count of saturated codes."""
     update_abs_max(abs_max, out)
     emit_fp8(codes, None, scale, saturated, out)
 
@@ -114,7 +115,7 @@ def norm_forward_residual(
 
 
 def norm_post(out, rstd, x, residual, weight, eps, rows, C, *results, offset=0):
-    """out = T(residual + T(rstd * x * weight)), or without the sum."""
+    """out = T(residual + T(rstd * x * weight)), or T(rstd * x * weight) if residual is None."""
     out = np.empty_like(x) if out is None else out
     normalised = np.empty_like(out)
     _rms_norm(normalised, rstd, compute(x), norm_factor(weight, offset), eps, once=1)
@@ -125,8 +126,8 @@ def norm_post(out, rstd, x, residual, weight, eps, rows, C, *results, offset=0):
 def norm_backward(
     d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C, abs_max=None, *codes, offset=0
 ):
-    """d_x from d_out; partial (1 or 2, any, C) adds up to the gradients of weight and bias, if they
-    are wanted."""
+    """Write d_x from d_out. partial: (1 or 2, any number, C), whose sums over the second axis are
+    the gradients of weight and bias; None: these are not wanted."""
     weight = norm_factor(weight, offset)
     partial = np.empty((0, 1, C), np.float32) if partial is None else partial
     partial[...] = 0
@@ -153,7 +154,8 @@ def _rms_gradient(
     rstd: np.ndarray,
     past: np.ndarray | None,
 ) -> tuple[np.ndarray]:
-    """d_x of a few rows; returns their sum for the weight. All but d_x in F32 (or F64).
+    """Write d_x of a few rows; return the rows' sum for the gradient of weight. past: d_residual or
+    None. All arrays but d_x are F32 (or F64).
 
     rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat)) + past
     """
@@ -179,7 +181,8 @@ def _layer_gradient(
     rstd: np.ndarray,
     past: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """d_x of a few rows; returns their sums for weight and bias. All but d_x in F32 (or F64).
+    """Write d_x of a few rows; return the rows' sums for the gradients of weight and bias. past:
+    d_residual or None. All arrays but d_x are F32 (or F64).
 
     rstd * (d_norm - mean(d_norm) - x_hat * mean(d_norm * x_hat)) + past, d_norm = d_out * weight
     """

@@ -1,4 +1,4 @@
-"""Reference of adding to a gradient."""
+"""References of cu/pointwise/reduce.cu: sums of tensors into a gradient, and column sums."""
 
 import numpy as np
 
@@ -16,7 +16,8 @@ CASES = {"one": (1,), "ragged": (1003,), "several_blocks": (70, 129), "qwen05b":
 
 
 def reduce_sum(d_sum, *args):
-    """args: eight parts, None after the last; scalars, accumulate, salt, first, n. See the op."""
+    """args: eight parts, None after the last; then scalars, accumulate, salt, first, n, as in
+    llmq/ops/pointwise/reduce.py."""
     parts = [x.reshape(-1) for x in args[:8] if x is not None]
     scalars, accumulate, salt, first, n = args[8:]
     seed = gradient_seed(scalars, salt)

@@ -1,5 +1,5 @@
-"""References of cu/pointwise/swiglu.cu: out = up * silu(gate), and its gradient; with gelu of
-gelu(gate)."""
+"""References of cu/pointwise/swiglu.cu: out = up * silu(gate), or up * gelu(gate) with gelu, and
+the gradients."""
 
 import numpy as np
 
@@ -32,8 +32,8 @@ CASES = {
 def weighted_swiglu_backward(
     d_up_gate, d_weights, weighted, d_out, up_gate, order, weights, rows, F, abs_max, *fp8, gelu=0
 ):
-    """d_weights (S, top_k) and weighted (rows, F) of rows_combine_backward with y = forward's
-    output, then swiglu_backward_fp8. fp8: codes, transposed, scale, saturated."""
+    """Write d_weights (S, top_k) and weighted (rows, F) as rows_combine_backward does with y =
+    forward's output; then run swiglu_backward_fp8. fp8: codes, transposed, scale, saturated."""
     out, d, weight = np.empty_like(d_out), d_out.copy(), weights.reshape(-1)[order]
     swiglu_forward(out, up_gate, rows, F, gelu=gelu)
     for block in row_blocks(rows, F):
@@ -46,7 +46,7 @@ def weighted_swiglu_backward(
     swiglu_backward_fp8(d_up_gate, d, up_gate, *rest, gelu=gelu)
 
 
-# -- The gated activation of pairs that are cut off
+# -- The gated activation of clamped pairs
 
 # rows, F
 CLAMPED_CASES = {"one": (1, 8), "ragged": (37, 24), "gpt_oss_20b": (32768, 2880)}
@@ -55,7 +55,7 @@ CLAMPED_CASES = {"one": (1, 8), "ragged": (37, 24), "gpt_oss_20b": (32768, 2880)
 def _parts(
     pairs: np.ndarray, alpha: float, limit: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """gate and up as they are, cut off, and the sigmoid."""
+    """gate and up without clamping, the clamped gate, and sigmoid(alpha * clamped gate)."""
     x = compute(pairs)
     gate, up = x[..., ::2], x[..., 1::2]
     cut = np.minimum(gate, x.dtype.type(limit))
@@ -71,7 +71,7 @@ def clamped_swiglu_forward(out, pairs, n, alpha, limit):
 
 
 def clamped_swiglu_backward(d_pairs, d_out, pairs, n, alpha, limit):
-    """The gradient of forward; nothing where something is cut off. d_pairs may be pairs."""
+    """The gradient of forward; 0 for a gate or up that is clamped. d_pairs may be pairs."""
     raw, up, gate, share = _parts(pairs, alpha, limit)
     d = compute(d_out)
     slope = share * (1 + share.dtype.type(alpha) * gate * (1 - share))

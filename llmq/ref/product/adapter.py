@@ -1,11 +1,11 @@
-"""Reference of low-rank adapters' B: into the one matrix that a product takes, and back; and of the
-norms and magnitudes of adapted rows (DoRA)."""
+"""Reference of low-rank adapters: copy several B to the one matrix that a product takes, and back;
+and the norms and magnitudes of adapted rows (DoRA)."""
 
 import numpy as np
 
 from llmq.ref.common import compute, store_gradient
 
-# name: (rows of the matrix, rank, starts and stops of the rows that have an adapter each)
+# name: (rows of the matrix, rank, start and stop of each adapter's rows)
 CASES = {
     "one": (40, 8, 0, 40),
     "padded": (24, 3, 0, 24),
@@ -19,7 +19,8 @@ CASES = {
 
 
 def _blocks(rank: int, scales: tuple[float, ...], *spans: int) -> list[tuple]:
-    """For each span its rows of the whole, its columns there, its rows of B, and its scale."""
+    """For each span that is not empty: its rows and its columns of the whole matrix, its rows of B,
+    and its scale."""
     blocks, done = [], 0
     for number, (start, stop) in enumerate(zip(spans[::2], spans[1::2], strict=True)):
         if start < stop:
@@ -31,14 +32,15 @@ def _blocks(rank: int, scales: tuple[float, ...], *spans: int) -> list[tuple]:
 
 
 def _matrices(whole: np.ndarray, b: np.ndarray, period: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both, one matrix after the other."""
+    """whole and b as (matrices, rows per matrix, columns). period: rows of a matrix of whole."""
     count = len(whole) // period
     return whole.reshape(count, period, -1), b.reshape(count, len(b) // count, -1)
 
 
 def adapter_expand(whole, b, scale0, scale1, scale2, scale3, rank, columns, rows, period, *spans):
-    """whole (rows, columns) = scale * B of each span in columns of its own, zero elsewhere. period:
-    rows of one matrix; each has the spans. spans: start and stop of four, unused ones empty."""
+    """whole (rows, columns) = scale * B of each span, in the span's own columns, zero elsewhere.
+    period: rows of one matrix; each matrix has all spans. spans: start and stop of four spans,
+    unused spans are empty."""
     whole[...] = 0
     wholes, parts = _matrices(whole, b, period)
     scales = (scale0, scale1, scale2, scale3)
@@ -47,7 +49,7 @@ def adapter_expand(whole, b, scale0, scale1, scale2, scale3, rank, columns, rows
 
 
 def adapter_collect(b, whole, scale0, scale1, scale2, scale3, rank, columns, rows, period, *spans):
-    """b (rows, rank): the blocks of whole, each times its scale: the transpose of
+    """b (rows, rank) = the blocks of whole, each times its scale: the transposed operation of
     adapter_expand."""
     wholes, parts = _matrices(whole, b, period)
     scales = (scale0, scale1, scale2, scale3)
@@ -56,7 +58,8 @@ def adapter_collect(b, whole, scale0, scale1, scale2, scale3, rank, columns, row
 
 
 def adapter_norms(norms, w, a, b, scale0, scale1, scale2, scale3, rank, rows, K, *spans):
-    """norms (rows,) = |w + its scale * B A| of each row of w (rows, K) in a span, elsewhere 0."""
+    """norms (rows,) = |w + scale * B A| for each row of w (rows, K) in a span, with the span's
+    scale; 0 outside spans."""
     norms[...] = 0
     scales = (scale0, scale1, scale2, scale3)
     for of_w, of_a, of_b, scale in _blocks(rank, scales, *spans):
@@ -65,8 +68,8 @@ def adapter_norms(norms, w, a, b, scale0, scale1, scale2, scale3, rank, rows, K,
 
 
 def adapter_columns(out, x, y, norms, magnitudes, bias, rows, columns):
-    """out (rows, columns) = x * magnitudes / norms + bias, x + bias where norms are 0; with y
-    x * y / norms, and 0 there."""
+    """out (rows, columns) = x * magnitudes / norms + bias; x + bias where norms are 0. With y: out
+    = x * y * magnitudes / norms + bias; 0 + bias where norms are 0. None: magnitudes 1, no bias."""
     there = norms > 0
     factors = np.ones_like(norms) if magnitudes is None else magnitudes.copy()
     np.divide(factors, norms, out=factors, where=there)
@@ -79,7 +82,7 @@ def adapter_columns(out, x, y, norms, magnitudes, bias, rows, columns):
 
 # -- Gradients of h and B, in two stages
 
-# name: (rows, N, rank, starts and stops of the columns that have an adapter each)
+# name: (rows, N, rank, start and stop of each adapter's columns)
 BACKWARD_CASES = {
     "one": (40, 72, 8, 0, 72),
     "three": (300, 264, 16, 0, 128, 128, 200, 200, 264),
@@ -98,8 +101,9 @@ BACKWARD_CASES = {
 def adapter_backward_partials(
     h_partial, b_partial, d_out, h, b, rows, N, h_columns, split_columns, *spans, rank, block_rows
 ):
-    """Sums over split_columns columns of a span each, and over block_rows rows each. spans: start
-    and stop of four; empty where there are fewer. Columns that pad ranks stay as they are."""
+    """h_partial: products over split_columns columns of a span each; b_partial: products over
+    block_rows rows each. spans: start and stop of four spans, unused spans are empty. Columns that
+    pad the rank stay unchanged."""
     split = done = 0
     for number, (start, stop) in enumerate(zip(spans[::2], spans[1::2], strict=True)):
         if start == stop:
@@ -120,8 +124,8 @@ def adapter_backward_finish(
     d_h, d_b, h_partial, b_partial, scalars, accumulate, salt, scale, rows, h_columns, b_rows,
     groups, *ends, rank,
 ):  # fmt: skip
-    """d_h (rows, h_columns) and d_b (b_rows, rank) = or += scale * sums. ends: where in h_partial
-    the splits of each span end."""
+    """d_h (rows, h_columns) = scale * sums of h_partial; d_b (b_rows, rank) = or += scale * sums of
+    b_partial. ends: index in h_partial at which the splits of each span end."""
     d_h[:, len(set(ends)) * rank :] = 0
     for number, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
         if first < end:

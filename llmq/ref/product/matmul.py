@@ -22,7 +22,7 @@ CASES = {
     "qwen15b_down_d_weight": (1536, 8960, 32768, True, False),
 }
 # name: (M, N, K), out = a (M,K) @ b (N,K)^T. Forward x @ W^T, d_x = d_out @ (W^T)^T,
-# d_W = d_out^T @ (x^T)^T: each operand is there in the layout that its product needs.
+# d_W = d_out^T @ (x^T)^T: FP8 codes exist in the layout that each product needs.
 FP8_CASES = {
     "small": (16, 16, 32),
     "wide": (48, 144, 64),
@@ -36,14 +36,15 @@ FP8_CASES = {
     "qwen15b_down_d_weight": (1536, 8960, 32768),
 }
 
-# Elements of the buffer that holds a product before it is added: 4 MiB, so that the sum is read
-# back from the cache, and enough rows for the BLAS to be at full speed.
+# Elements of the buffer that holds a product before the addition: 4 MiB, which stay in the cache,
+# and enough rows for the BLAS to run at full speed.
 CHUNK = 1 << 20
 _local = threading.local()
 
 
 def _buffer(size: int, dtype: np.dtype) -> np.ndarray:
-    """This thread's buffer: allocating a new one a call costs more in page faults than the sum."""
+    """This thread's buffer: the page faults of a new buffer in each call would cost more time than
+    the addition."""
     buffer = getattr(_local, "buffer", None)
     if buffer is None or buffer.size < size or buffer.dtype != dtype:
         buffer = _local.buffer = np.empty(max(size, CHUNK), dtype)
@@ -56,7 +57,7 @@ def matmul(
 ):  # fmt: skip
     """out (M,N) = alpha * op(a) @ op(b) [+ bias (N,)] [+ beta * addend (M,N)], summed in F32,
     rounded to out once. a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With
-    accumulate out is the addend. Leading dimensions are a batch of products."""
+    accumulate out is the addend. 3-dimensional tensors hold a batch of products."""
     if out.ndim == 3:
         sizes = (M, N, K, trans_a, trans_b, accumulate, alpha, beta)
         for i in range(batch):
@@ -91,7 +92,7 @@ def matmul(
 
 
 def _add(total: np.ndarray, addend: np.ndarray | None) -> None:
-    """total += addend, which may be of a shorter format."""
+    """total += addend, whose dtype may have fewer bits."""
     if addend is None:
         return
     for rows in row_blocks(*total.shape):
@@ -103,9 +104,9 @@ def matmul_fp8(
     fast_accumulation, alpha=1.0,
 ):  # fmt: skip
     """out (M,N) = alpha * scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
-    Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
-    computed in F32 and rounded to out once. With accumulate out is added. With a factor, out are
-    codes of that times the factor, and largest[0] is the largest magnitude before."""
+    Products of codes are exact in F32 and summed in F32, whatever fast_accumulation is; the rest is
+    computed in F32 and rounded to out once. With accumulate out is the addend. With a factor, out
+    gets FP8 codes of the result times the factor, and largest[0] the largest |result|."""
     right = decode_fp8(b).T
     scale = scale_a[0] * scale_b[0] * np.float32(alpha)
     step = max(CHUNK // N, 256)
@@ -130,8 +131,8 @@ def matmul_fp8(
 
 
 def block_scales(scales, scalars, scale_a, scale_b, alpha, beta, n):
-    """scales: bytes 127, each the scale 1 of 32 codes. scalars F32: at 0 the product of the scales
-    and alpha, at 4 beta; the others stay."""
+    """scales: bytes 127, each the scale 1 of 32 codes. scalars F32: scalars[0] = scale_a * scale_b
+    * alpha, scalars[4] = beta; the other elements stay."""
     scales[...] = 127
     scalars[0], scalars[4] = scale_a[0] * scale_b[0] * np.float32(alpha), beta
 
@@ -139,7 +140,8 @@ def block_scales(scales, scalars, scale_a, scale_b, alpha, beta, n):
 def matmul_mxfp8(
     out, a, b, scales, scalars, bias, addend, workspace, M, N, K, accumulate, fast_accumulation
 ):
-    """matmul_fp8 with scalars[0] as product of the scales; block scales are 1."""
+    """matmul_fp8 with scalars[0] as the product of the scales. The block scales are 1 and not
+    read."""
     one, sizes = np.ones(1, np.float32), (M, N, K, accumulate, fast_accumulation)
     matmul_fp8(out, a, b, scalars[:1], one, bias, None, None, addend, workspace, *sizes)
 
@@ -147,7 +149,7 @@ def matmul_mxfp8(
 # -- The product of int8 codes: NumPy's BLAS, in pieces whose sums F32 holds exactly
 
 # name: (M, N, K), out = a (M,K) @ b (N,K)^T. Forward x @ W^T, d_x = d_out @ (W^T)^T,
-# d_W = d_out^T @ (x^T)^T: each operand is there in the layout that its product needs.
+# d_W = d_out^T @ (x^T)^T: int8 codes exist in the layout that each product needs.
 INT8_CASES = {
     "small": (16, 16, 32),
     "odd_k": (32, 48, 80),
@@ -164,7 +166,7 @@ INT8_CASES = {
 }
 
 EXACT = 1024  # products of two codes, at most 127 * 127 each, whose sum is below 2^24
-ROWS = 1024  # of a, at a time
+ROWS = 1024  # rows of a at a time
 
 
 def matmul_int8(out, a, b, scale_a, scale_b, bias, M, N, K, alpha, *, accumulate):

@@ -1,11 +1,11 @@
 """References of fused products: NumPy's BLAS, and each epilogue's formula.
 
-All have a (M,K), b (N,K) or with b_k_outside (K,N), h (M,R), tail (N,R) or with tail_k_outside
-(R,N):
+The operands are a (M,K), b (N,K) or with b_k_outside (K,N), h (M,R), tail (N,R) or with
+tail_k_outside (R,N). Every product computes
 
     x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T
 
-is computed in F32, a few rows at a time, and rounded once.
+in F32, a few rows at a time, and rounds once.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from llmq.ref.common import (
     swiglu_forward_fp8,
 )
 
-PRODUCT_ROWS = 1024  # that _adapted_product computes at a time
+PRODUCT_ROWS = 1024  # rows that _adapted_product computes at a time
 
 # Sizes and options of cases in tests and tools/bench_ops, by kernel and name.
 CASES = {
@@ -79,7 +79,7 @@ CASES = {
     },
 }
 
-Array = np.ndarray | None  # None: it is not given, or not wanted
+Array = np.ndarray | None  # None: an input that is not given, or a result that is not wanted
 
 
 def _adapted_product(
@@ -91,9 +91,9 @@ def _adapted_product(
     scale_b: np.ndarray | None,
     alpha: float,
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Rows, and of these alpha * scale_a * scale_b * (a @ right) [+ h @ low], not rounded. right,
-    low: as they are multiplied, and in the precision that references compute in. a: fp8 codes where
-    there are scales."""
+    """Yield slices of rows and alpha * scale_a * scale_b * (a @ right) [+ h @ low] of these rows,
+    not rounded. right (K,N), low (R,N): in the precision that references compute in. a: FP8 codes
+    if there are scales."""
     for start in range(0, len(a), PRODUCT_ROWS):
         rows = slice(start, start + PRODUCT_ROWS)
         total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
@@ -109,7 +109,7 @@ def _sums(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
     alpha: float, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> Iterator[tuple[slice, np.ndarray]]:  # fmt: skip
-    """Rows, and x of them."""
+    """Yield slices of rows and x of these rows."""
     right = compute(b) if scale_a is None else decode_fp8(b)
     low = None if tail is None else compute(tail if tail_k_outside else tail.T)
     return _adapted_product(a, right if b_k_outside else right.T, h, low, scale_a, scale_b, alpha)
@@ -133,7 +133,7 @@ def matmul_grouped(
     out: np.ndarray, bias: Array, starts: np.ndarray, experts: int,
     *, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> None:  # fmt: skip
-    """out (M,N) = x [+ bias[e] (N)]: of rows [starts[e], starts[e + 1]) with b[e] and tail[e]."""
+    """out (M,N) = x [+ bias[e] (N)]; rows [starts[e], starts[e + 1]) take b[e] and tail[e]."""
     matrices = b.reshape(experts, *((K, N) if b_k_outside else (N, K)))
     tails = None if tail is None else tail.reshape(experts, -1, tail.shape[1])
     for e in np.flatnonzero(np.diff(starts)):
@@ -154,7 +154,7 @@ def matmul_grouped_gradient(
     d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
     starts: np.ndarray, experts: int,
 ) -> None:  # fmt: skip
-    """d[e] (M,N) = or += a^T @ b over rows [starts[e], starts[e + 1]), of a (K,M) and b (K,N)."""
+    """d[e] (M,N) = or += a^T @ b over rows [starts[e], starts[e + 1]) of a (K,M) and b (K,N)."""
     for e in range(experts):
         rows = slice(starts[e], starts[e + 1])
         product = (compute(a[rows]).T @ compute(b[rows])).astype(BF16)
@@ -170,7 +170,8 @@ def matmul_gradient(
 ) -> None:  # fmt: skip
     """d (M,N) = or += x, rounded to BF16.
 
-    A sum is rounded stochastically. part_steps: how a GPU sums; here it is in F32.
+    The sum with d is rounded stochastically. part_steps: the kernel's division of sums, not used
+    here.
     """
     product = np.empty((M, N), BF16)
     matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, alpha, product)
@@ -183,8 +184,8 @@ def matmul_swiglu(
     up_gate: Array, out: Array, abs_max: Array = None, codes: Array = None,
     transposed: Array = None, scale: Array = None, saturated: Array = None, *, gelu: int = 0,
 ) -> None:  # fmt: skip
-    """up_gate (M,2N) = x of b (2N,K), rounded to BF16; out (M,N) = up * gate * sigmoid(gate), and
-    its codes."""
+    """up_gate (M,2N) = x with b (2N,K), rounded to BF16; out (M,N) = up * gate * sigmoid(gate), and
+    the FP8 codes of out."""
     up_gate = np.empty((M, 2 * N), BF16) if up_gate is None else up_gate
     matmul_adapted(a, b, h, tail, scale_a, scale_b, M, N, K, alpha, up_gate)
     results = abs_max, codes, transposed, scale, saturated
@@ -198,8 +199,8 @@ def matmul_swiglu_backward(
     out: Array, out_transposed: Array, out_scale: Array, out_saturated: Array,
     *, gelu: int = 0, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> None:  # fmt: skip
-    """x is d_out (M,N), rounded to BF16; of that and up_gate (M,2N) the gradients of up and gate,
-    and forward's out or its codes."""
+    """Write the gradients of up and gate (M,2N), and forward's out or its FP8 codes. d_out (M,N) is
+    x, rounded to BF16."""
     d = np.empty((M, N), BF16)
     matmul_adapted(
         a, b, h, tail, scale_a, scale_b, M, N, K, alpha, d,

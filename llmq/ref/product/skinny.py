@@ -1,4 +1,4 @@
-"""Products of few rows: reference of llmq/cu/product/skinny.cu."""
+"""References of llmq/cu/product/skinny.cu: products of few rows."""
 
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ CASES = {
     "qwen7b_down": (1, 3584, 18944),
     "qwen7b_up_16": (16, 37888, 3584),
 }
-# M, N, K, first and last row of b that are codes, modules of these
+# M, N, K, first row of codes in b and the row after the last, modules of codes
 NF4_CASES = {
     "one_row": (1, 48, 64, 0, 48, 1),
     "part": (3, 64, 320, 8, 56, 2),
@@ -35,7 +35,7 @@ MXFP4_CASES = {
     "several_tiles": (19, 24, 1120),
     "gpt_oss_up": (4, 5760, 2880),
 }
-# M, N, K, first and last row of b that are codes, rows of a module and of a scale
+# M, N, K, first row of codes in b and the row after the last, rows per module, rows per scale
 BYTES_CASES = {
     "of_rows": (1, 48, 64, 0, 48, 48, 1),
     "of_matrix": (19, 37, 1088, 0, 37, 37, 37),
@@ -60,10 +60,10 @@ def skinny_nf4(
     out, a, codes, scale_codes, groups, mean, levels, bias, addend, starts, M, N, K, E, first, rows,
     modules, alpha,
 ):  # fmt: skip
-    """Columns first + [0, rows) of `skinny`'s out, of rows of b that are NF4 codes, decoded to
-    BF16. codes (E rows K / 2,), scale_codes (E rows K / 64,), groups, mean (modules,), levels
-    (256,): as of nf4_decode. starts: I32 (E + 1,), rows of a that each matrix multiplies, with its
-    bias, or None of one matrix."""
+    """Columns first + [0, rows) of `skinny`'s out, whose rows of b are NF4 codes, decoded to BF16.
+    codes (E rows K / 2,), scale_codes (E rows K / 64,), groups, mean (modules,), levels (256,): as
+    in nf4_decode. starts: I32 (E + 1,): matrix e, with its bias, multiplies rows [starts[e],
+    starts[e + 1]) of a; None: there is one matrix."""
     b = np.empty((E * rows * K // 64, 64), BF16)
     sizes = E * rows * K // modules
     for part, values in nf4_blocks(codes, scale_codes, groups, mean, levels, sizes):
@@ -73,7 +73,8 @@ def skinny_nf4(
 
 
 def skinny_mxfp4(out, a, codes, exponents, bias, addend, starts, M, N, K, E, alpha):
-    """`skinny` of MXFP4 codes (E N K / 2,) and exponents (E N K / 32,). starts: as above."""
+    """`skinny` with MXFP4 codes (E N K / 2,) and exponents (E N K / 32,) for b. starts: as in
+    skinny_nf4."""
     b = mxfp4_blocks(codes, exponents).reshape(E, N, K)
     _multiply_each(out, a, b, bias, addend, starts, (M, N, K, 0, N), alpha)
 
@@ -82,8 +83,8 @@ def skinny_bytes(
     out, a, codes, scales, bias, addend, starts, M, N, K, E, first, rows, of_module, of_scale,
     columns, alpha,
 ):  # fmt: skip
-    """`skinny_nf4` of codes (E rows K,), E4M3 or I8, times scales of of_scale rows of a module and
-    all columns, or of 128 columns each."""
+    """`skinny_nf4` with codes (E rows K,), E4M3 or I8, times scales. A scale is for of_scale rows
+    of a module and all K columns (columns = 1), or 128 columns."""
     codes = codes.reshape(E * rows, K)
     values = codes.astype(np.float32) if codes.dtype == np.int8 else decode_fp8(codes)
     factors = scales.reshape(E * rows // of_module, -1, columns)
@@ -94,7 +95,8 @@ def skinny_bytes(
 
 
 def _multiply_each(out, a, b, bias, addend, starts, sizes, alpha):
-    """Columns first + [0, rows) of each matrix's rows. sizes: M, N, K, first, rows."""
+    """Write columns first + [0, rows) of out, for each matrix b[e] (rows, K) the rows that starts
+    gives. sizes: M, N, K, first, rows."""
     M, N, K, first, rows = sizes
     own = slice(first, first + rows)
     for e, (begin, end) in enumerate(pairwise([0, M] if starts is None else starts)):

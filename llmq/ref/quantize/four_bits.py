@@ -1,4 +1,4 @@
-"""References of cu/quantize/four_bits.cu: NF4, blocks of 64 with coded scales; and MXFP4."""
+"""References of cu/quantize/four_bits.cu: NF4, with coded scales of blocks of 64; and MXFP4."""
 
 import functools
 
@@ -62,7 +62,7 @@ def nf4_quantize(codes, scales, x, n):
         scales[part] = largest = np.abs(values).max(axis=1)
         scaled = values * (np.float32(1) / np.maximum(largest, LEAST))[:, None]
         found, above = np.zeros(scaled.shape, np.uint8), np.empty(scaled.shape, bool)
-        for edge in EDGES:  # ten times as fast as a search
+        for edge in EDGES:  # comparisons are ten times as fast as a search
             found += np.greater(scaled, edge, out=above)
         pairs = found.reshape(-1, 2)
         half = slice(part.start * BLOCK // 2, part.start * BLOCK // 2 + len(pairs))
@@ -112,7 +112,7 @@ def nf4_decode_fp8(out, scale, codes, scale_codes, groups, mean, levels, n):
         encode_fp8(blocks[part], values, factor, out.dtype)
 
 
-# -- MXFP4: codes of four bits (E2M1), 32 of which share a power of two (E8M0)
+# -- MXFP4: codes of four bits (E2M1); each 32 codes share a power of two (E8M0)
 #
 # Source: the OCP's Microscaling Formats specification, version 1.0.
 
@@ -121,12 +121,12 @@ MXFP4_CASES = {"one_block": (32,), "ragged": (5 * 1024 + 96,), "gpt_oss_expert":
 
 
 def mxfp4_encode(codes, exponents, x, n):
-    """Reference of mxfp4_encode: the smallest power of two with which no |x| of a block is above 6,
-    and the nearest codes, ties to even. codes: U8 (n/2,), the first of two in the lower bits.
-    exponents: U8 (n/32,). x: (n,), finite."""
+    """Reference of mxfp4_encode: the smallest power of two with which no |x| / power in a block is
+    above 6, and the nearest codes, ties to even. codes: U8 (n/2,), two elements each, the first in
+    the lower bits. exponents: U8 (n/32,). x: (n,), finite."""
     blocks = x.reshape(-1, MXFP4_BLOCK).astype(np.float32)
     bits = np.abs(blocks).max(axis=1).view(np.uint32)
-    # 4 * 1.m is at most 6, or else half of 4 * 1.m.
+    # A largest |x| of 1.m * 2^k becomes 4 * 1.m, or 2 * 1.m if 4 * 1.m is above 6.
     exponent = (bits >> 23).astype(np.int32) - 2 + ((bits & 0x7FFFFF) > 0x400000)
     exponents[...] = np.clip(exponent, 0, 2 * MXFP4_BIAS)
     size = np.ldexp(np.abs(blocks), MXFP4_BIAS - exponents.astype(np.int32)[:, None])

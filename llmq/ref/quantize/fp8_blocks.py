@@ -31,8 +31,7 @@ def fp8_blocks_encode(codes, scales, x, rows, columns):
 
 
 def fp8_blocks_decode(out, codes, scales, rows, columns):
-    """Reference of fp8_blocks_decode: out = code * scale. Modules of rows x columns follow one
-    another: out, codes (modules, rows, columns)."""
+    """Reference of fp8_blocks_decode: out = code * scale. out, codes: (modules, rows, columns)."""
     of_modules = scales.reshape(len(out), -1, len(_columns(columns)))
     for module, factors in enumerate(of_modules):
         for i, row in enumerate(range(0, rows, BLOCK)):

@@ -13,8 +13,8 @@ LEAST_ABS_MAX = np.float32(1e-10)  # equal to llmq/ref/quantize/quantize.py's
 
 
 def fp8_scale_update(scales, factors, history, abs_maxes, limits, length, n):
-    """Append the newest step to the history; scale = largest of the history / limit; factor = 1 /
-    scale."""
+    """Append the newest largest |x| to the history; scale = largest of the history / limit; factor
+    = 1 / scale."""
     if abs_maxes is not None:
         history[:-1] = history[1:].copy()
         newest = abs_maxes[:, 0]
@@ -33,7 +33,8 @@ def fp8_scale_now(scale, abs_max, limit):
 
 
 def fp8_scale_count(stats, saturated, abs_maxes, n):
-    """stats[saturated] += sum of the unsigned counts; the norm becomes NaN for an infinity."""
+    """stats[saturated] += sum of the unsigned counts; stats[norm_squared] becomes NaN if any of
+    abs_maxes is not finite."""
     stats[STAT["saturated"]] += saturated[:, 0].view(np.uint32).sum(dtype=np.uint64)
     if not np.isfinite(abs_maxes[:, 0]).all():
         stats[STAT["norm_squared"]] = np.nan
@@ -52,14 +53,14 @@ ABS_MAX_CASES = {
 
 
 def abs_max(abs_max, x, n):
-    """abs_max[0] = max(abs_max[0], largest |x|); NaN counts as largest."""
+    """abs_max[0] = max(abs_max[0], largest |x|); NaN counts as the largest."""
     x = x.reshape(-1)
     for block in row_blocks(n, 1):
         update_abs_max(abs_max, x[block])
 
 
 def abs_max_combine(out, gathered, world_size, n):
-    """out = the maxima over ranks; NaN counts as largest."""
+    """out = the maxima over ranks; NaN counts as the largest."""
     np.maximum.reduce(gathered.reshape(world_size, n), axis=0, out=out)
 
 

@@ -1,5 +1,5 @@
-"""References of cu/quantize/nvfp4.cu: codes of 4 bits (E2M1), a scale (E4M3) for 16 of them, and a
-factor (F32) for a module. Two codes are a byte, the first in the lower bits."""
+"""References of cu/quantize/nvfp4.cu: codes of 4 bits (E2M1), a scale (E4M3) for each 16 codes, and
+a factor (F32) for a module. A byte holds two codes, the first in the lower bits."""
 
 import numpy as np
 
@@ -46,10 +46,10 @@ def nvfp4_encode(codes, scales, factor, x, abs_max, n):
 
 
 def nvfp4_decode(out, codes, scales, factors, n):
-    """Reference of nvfp4_decode: out = level * (scale * factor). Modules of n elements follow one
-    another."""
+    """Reference of nvfp4_decode: out = level * (scale * factor). out, codes and scales hold modules
+    of n elements, one after another; factors has one factor for each module."""
     blocks, pairs = out.reshape(-1, BLOCK), codes.reshape(-1, BLOCK // 2)
     of_blocks = decode_fp8(scales[:, None]) * np.repeat(factors, n // BLOCK)[:, None]
-    with np.errstate(invalid="ignore"):  # files may have factors that are no numbers
+    with np.errstate(invalid="ignore"):  # a file's factors may be NaN or infinite
         for part in row_blocks(len(blocks), BLOCK):
             blocks[part] = e2m1_levels(pairs[part]) * of_blocks[part]

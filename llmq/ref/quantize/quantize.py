@@ -25,7 +25,7 @@ LEAST_ABS_MAX = np.float32(1e-10)  # gives tensors of zeros a finite factor
 
 
 def _factor(scale: np.ndarray, abs_max: np.ndarray, dtype: np.dtype) -> np.float32:
-    """Write the scale; return the factor of x."""
+    """Write the scale; return 1 / scale, which x is multiplied by."""
     finite = np.isfinite(abs_max[0])
     scale[0] = max(abs_max[0], LEAST_ABS_MAX) / FP8_MAX[dtype] if finite else np.nan
     return np.float32(1) / scale[0]
@@ -50,13 +50,13 @@ def quantize_transpose(q, q_t, scale, x, abs_max, rows, cols):
 
 
 def quantize_scaled(x, rows, cols, abs_max, *fp8):
-    """Codes of x with a given scale. fp8: codes, transposed, scale, saturated."""
+    """Write codes of x with a given scale. fp8: codes, transposed, scale, saturated."""
     emit_fp8(*fp8, x)
     update_abs_max(abs_max, x)
 
 
 def transpose_codes(q_t, q, rows, cols):
-    """q_t = the transpose of q, or of each of several matrices."""
+    """q_t = the transpose of q, or of each matrix in q (matrices, rows, cols)."""
     for block in row_blocks(rows, cols):
         q_t.view(np.uint8)[..., block] = q.view(np.uint8)[..., block, :].swapaxes(-1, -2)
     q_t.view(np.uint8)[..., rows:] = 0

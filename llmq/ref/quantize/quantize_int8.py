@@ -26,7 +26,8 @@ LEAST_ABS_MAX = np.float32(1e-30)  # gives rows of zeros a finite factor
 
 
 def _scales(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales, and the factors of x: 0 where there is no scale."""
+    """Return the scales, and the factors that x is multiplied by. Where the largest value is not
+    finite, the scale is NaN and the factor 0."""
     finite = np.isfinite(largest)
     scale = np.maximum(np.where(finite, largest, 0), LEAST_ABS_MAX) / np.float32(I8_MAX)
     factor = np.where(finite, np.float32(1) / scale, np.float32(0))
@@ -34,8 +35,8 @@ def _scales(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _random(scalars: np.ndarray, salt: int, sequence: int, rows: slice, cols: int) -> np.ndarray:
-    """F32 (rows, cols) in [0, 1), of 16 random bits; the same however sequences are dealt to
-    ranks."""
+    """Random numbers F32 (rows, cols) in [0, 1) with 16 bits. The number of an element is the same
+    whichever rank has the sequence."""
     s = step_scalars(scalars)
     seed = mix_seed(int(s["seed"]), int(s["step"]), salt)
     row = np.arange(rows.start, rows.stop, dtype=np.uint64)
@@ -49,8 +50,8 @@ def _random(scalars: np.ndarray, salt: int, sequence: int, rows: slice, cols: in
 
 
 def _codes(x: np.ndarray, factor: np.ndarray, uniform: np.ndarray | None) -> np.ndarray:
-    """Return x * factor as int8, rounded to nearest even or, with uniform in [0, 1), up by
-    chance."""
+    """Return x * factor as int8, rounded to nearest even; or, with random numbers `uniform` in [0,
+    1), rounded stochastically."""
     with np.errstate(invalid="ignore", over="ignore"):
         v = np.where(factor == 0, np.float32(0), x * factor)
     if uniform is None:
@@ -59,7 +60,7 @@ def _codes(x: np.ndarray, factor: np.ndarray, uniform: np.ndarray | None) -> np.
 
 
 def quantize_int8_rows(q, scale, x, factors, scalars, salt, sequence, rows, cols):
-    """q = y / scale, scale of each row = the largest |y| / 127, y = x [* factors]."""
+    """q = y / scale, with y = x [* factors] and each row's scale = the row's largest |y| / 127."""
     for block in row_blocks(rows, cols):
         y = x[block].astype(np.float32, copy=False)
         if factors is not None:
@@ -71,7 +72,7 @@ def quantize_int8_rows(q, scale, x, factors, scalars, salt, sequence, rows, cols
 
 
 def quantize_int8_column_max(column_max, x, rows, cols):
-    """column_max = max(column_max, the largest |x| of each column); NaN counts as largest."""
+    """column_max = max(column_max, the largest |x| of each column); NaN counts as the largest."""
     for block in row_blocks(rows, cols):
         y = x[block].astype(np.float32, copy=False)
         largest = np.maximum(y.max(axis=0), -y.min(axis=0))
@@ -79,7 +80,7 @@ def quantize_int8_column_max(column_max, x, rows, cols):
 
 
 def quantize_int8_columns(q_t, scale, x, column_max, scalars, salt, sequence, rows, cols):
-    """q_t = the transpose of x / scale, scale of each column = column_max / 127."""
+    """q_t = the transpose of x / scale, with each column's scale = column_max / 127."""
     scale[...], factor = _scales(column_max)
     for block in row_blocks(rows, cols):
         y = x[block].astype(np.float32, copy=False)
@@ -89,7 +90,7 @@ def quantize_int8_columns(q_t, scale, x, column_max, scalars, salt, sequence, ro
 
 
 def quantize_int8_decode(out, q, scale, rows, cols):
-    """out = q * scale of its row."""
+    """out = q * the row's scale."""
     for block in row_blocks(rows, cols):
         out[block] = q[block].astype(np.float32) * scale[block, None]
 
@@ -108,8 +109,9 @@ OUTLIERS_CASES = {
 
 def outliers_select(mask, index, column_max, threshold, most, cols):
     """Write index (most,), the columns whose largest |x| is above a limit, in order, then -1; and
-    mask, 0 for these columns, 1 for others. limit: the threshold; or, if more than `most` columns
-    are above it, the least limit that leaves at most `most`. NaN is above everything."""
+    mask, 0 for these columns, 1 for others. The limit is the threshold; or, if more than `most`
+    columns are above the threshold, the least limit that at most `most` columns exceed. NaN is
+    above every limit."""
     bits = np.abs(column_max).view(np.uint32)
     limit = np.float32(threshold).reshape(1).view(np.uint32)[0]
     ordered = np.sort(bits)[::-1]
@@ -130,7 +132,7 @@ def outliers_take(out, x, index, rows, cols, most):
 
 
 def outliers_weight(out, q, scale, index, rows, cols, most):
-    """Do as outliers_take, with a weight's codes times the scales of their rows."""
+    """out (rows, most) = q * the row's scale for the columns in index; 0 where index is -1."""
     out[...] = 0
     chosen = index[index >= 0]
     out[:, : len(chosen)] = compute(q[:, chosen]) * scale[:, None]

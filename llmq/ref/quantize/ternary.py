@@ -30,14 +30,14 @@ def ternary_scales(scale, sums, rows, cols):
 
 
 def ternary_codes(q, w, scale, rows, cols):
-    """q = w / scale of its row, to the nearest of -1, 0 and 1."""
+    """q = w / the row's scale, rounded to the nearest of -1, 0 and 1."""
     for block in row_blocks(rows, cols):
         v = compute(w[block]) * (np.float32(1) / scale[block, None])
         q[block] = (v > 0.5).astype(np.int8) - (v < -0.5)
 
 
 def ternary_round(out, w, scale, rows, cols):
-    """out = the code of w times scale of its row."""
+    """out = the code of w times the row's scale."""
     for block in row_blocks(rows, cols):
         v = compute(w[block]) * (np.float32(1) / scale[block, None])
         out[block] = ((v > 0.5).astype(np.float32) - (v < -0.5)) * scale[block, None]

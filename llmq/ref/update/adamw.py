@@ -20,7 +20,7 @@ def adamw(
     param, work, grad, m, v, m_scale, v_scale, segments, num_segments, scalars, one_minus_beta1,
     one_minus_beta2, epsilon, weight_decay, lr_scale, salt, first, n,
 ):  # fmt: skip
-    """Run one step of AdamW on a slab; llmq.ops.update.adamw has the arguments and the formula."""
+    """Run one step of AdamW on a slab; llmq.ops.update.adamw explains arguments and formula."""
     s = step_scalars(scalars)
     if s["skip_update"]:
         return

@@ -1,13 +1,13 @@
-"""Reference of GaLore's kernels beside its products and AdamW's."""
+"""Reference of GaLore's own kernels; its other kernels are products and AdamW's."""
 
 import numpy as np
 
 from llmq.ref.common import step_scalars
 
-# name: (number of matrices, rows of each).
+# name: (number of matrices, rows of each matrix).
 CASES = {"one": (1, 8), "odd": (3, 13), "many": (5, 40), "rank_128": (168, 136)}
 
-LEAST = 2.0**-40  # eigenvalue beside the largest one
+LEAST = 2.0**-40  # least ratio of an eigenvalue to the largest eigenvalue
 
 
 def galore_eigen(s, v, roots, side):

@@ -18,8 +18,8 @@ BLOCK = 1 << 16  # elements summed in F32 before the F64 sum
 
 
 def global_norm_partials(partials, x, n):
-    """Write numbers that add up to sum(x^2): here the first has the whole sum, the others are
-    zero."""
+    """Write partials that add up to sum(x^2): here the first partial is the whole sum, the others
+    are zero."""
     flat = x.reshape(-1)
     total = 0.0
     for start in range(0, n, BLOCK):
@@ -35,7 +35,8 @@ def global_norm_sum(stats, partials, num_partials):
 
 
 def global_norm_combine(stats, gathered, world_size, maxima):
-    """stats = sums over ranks in their order; for statistics with a bit in maxima, the largest."""
+    """stats[k] = the sum over ranks, in the order of ranks; or the largest over ranks, if bit k of
+    maxima is set."""
     stats[:] = 0
     for one in gathered:
         stats += one

@@ -1,4 +1,4 @@
-"""Reference of Muon's kernels beside its products."""
+"""Reference of Muon's own kernels; its other kernels are products."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ LEAST_NORM = np.float32(1e-7)  # torch's least divisor
 
 
 def muon_propose(change, grad, m, m_scale, scalars, one_minus_momentum, salt, first, n):
-    """Write the momentum, and the change by Nesterov's rule; see llmq.ops.update.muon."""
+    """Update the momentum, and write the change by Nesterov's rule; see llmq.ops.update.muon."""
     s = step_scalars(scalars)
     if s["skip_update"]:
         change[...] = 0
@@ -65,7 +65,7 @@ def muon_diagonal(x, value, side, count):
 
 
 def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows, shift):
-    """Write the means of rows' squares, and the factor of each row; see
+    """Update v, the moving averages of rows' mean squares, and write the factor of each row; see
     llmq.ops.update.muon.even."""
     tensors = (factors, v.reshape(-1)[shift:], squares)
     for to, mean, of in zip(*(t.reshape(-1, rows) for t in tensors), strict=True):
@@ -78,13 +78,13 @@ def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows, shift)
 
 
 def muon_row_scale(x, factors, columns):
-    """Multiply each row of x (rows, columns) by one of factors F32 (rows,)."""
+    """Multiply each row of x (rows, columns) by the row's factor; factors: F32 (rows,)."""
     for row, factor in zip(x.reshape(-1, columns), factors.ravel(), strict=True):
         row[...] = row.astype(np.float32) * factor
 
 
 def muon_apply(param, work, change, scalars, lr_scale, weight_decay, salt, first, n):
-    """Subtract lr times the change, and the decay, from param."""
+    """param -= lr * change + lr * weight_decay * param, and work = param in BF16."""
     s = step_scalars(scalars)
     if s["skip_update"]:
         return
