@@ -17,8 +17,8 @@
 //          raised to at least 2^-30 before the logarithm.
 // Launch   512 threads, one block for each row. add: 1024 threads, one block. top_k: 1024 threads,
 //          one block for each row.
-// Cost     a row is read three times and written once; by top_k 33 times, mostly from the cache: the
-//          k-th largest is found bit by bit.
+// Cost     a row is read three times and written once. top_k reads a row 33 times, mostly from the
+//          cache, to find the k-th largest logit bit by bit.
 // Needs    k <= 256; the teacher's columns distinct in each row that is not masked; target < vocab.
 //          top_k: k <= vocab; NaN counts as the largest or the smallest logit.
 #include "common.cuh"

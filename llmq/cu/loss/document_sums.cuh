@@ -1,7 +1,8 @@
 // document_sums.cuh -- sums over the tokens of each document of packed rows, for kernels of losses.
 //
 // Data     sums: F32 (3, n), written at the first positions of documents only.
-// Launch   256 threads: a warp looks for documents that begin at its 32 positions, and adds up each.
+// Launch   256 threads: a warp looks for documents that begin at its 32 positions, and adds up each
+//          of them.
 // Needs    each document lies within a row of seq_len positions; n < 2^31.
 #pragma once
 #include "common.cuh"

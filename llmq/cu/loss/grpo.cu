@@ -1,4 +1,4 @@
-// grpo.cu -- losses of a policy's own samples, by their advantages: sums, weights of rows, statistics.
+// grpo.cu -- losses of a policy's own samples by advantages: sums, weights of rows, statistics.
 //
 //   sums      at each document's first position, over its trained tokens: sum of the logarithm of
 //             the ratio, -loss - old; number of tokens; sum of the divergences d

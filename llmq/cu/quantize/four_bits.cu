@@ -6,8 +6,8 @@
 //   x ~ level * (scale level * groups[g] + mean)           in F32, then rounded to out
 //
 // Data     declared in llmq/ops/quantize/four_bits.py. codes: two neighbours in a byte, the first
-//          in the higher bits. levels ascend. nf4_decode_fp8 divides values by *scale before rounding.
-//          Decoding: several modules of n elements, each with its own groups and mean.
+//          in the higher bits. levels ascend. nf4_decode_fp8 divides values by *scale before
+//          rounding. Decoding: several modules of n elements, each with its own groups and mean.
 // Launch   256 threads. A thread encodes 8 or decodes 16 elements: ceil(n / 2048) or ceil(n / 4096)
 //          blocks, times modules when decoding. nf4_quantize_scales: a block for each group.
 // Cost     inputs read and outputs written once; a decoding thread reads 8 bytes of codes.

@@ -1,5 +1,5 @@
-// four_bits.cuh -- the values of 4-bit codes: NF4, whose blocks of elements share a scale, and whose
-// groups of scales share a scale; MXFP4, whose blocks share a power of two.
+// four_bits.cuh -- the values of 4-bit codes. NF4: a block of elements shares a scale, and a group
+// of scales shares a scale. MXFP4: a block of elements shares a power of two.
 #pragma once
 
 constexpr int BLOCK = 64, GROUP = 256;  // NF4_BLOCK, NF4_GROUP in llmq/ref/common.py

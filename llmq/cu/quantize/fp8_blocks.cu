@@ -12,7 +12,7 @@
 #include "common.cuh"
 
 constexpr int THREADS = 256, BLOCK = 128, COUNT = 8, DECODED = 16;
-constexpr int ACROSS = BLOCK / COUNT, DOWN = THREADS / ACROSS;  // columns and rows of threads in a block
+constexpr int ACROSS = BLOCK / COUNT, DOWN = THREADS / ACROSS;  // threads across and down
 constexpr float LEAST_ABS_MAX = 1e-10f;  // equal to llmq/ref/quantize/quantize.py's
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -10,7 +10,8 @@
 // Data     declared in llmq/ops/quantize/fp8_scale.py. scales, factors, abs_maxes, saturated: only
 //          the first element of a row is used. history: oldest first; unchanged if abs_maxes is
 //          null.
-// Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block. now: one thread.
+// Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block. now: one
+//          thread.
 // Cost     history read and written once; a launch takes some microseconds.
 // Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.
 #include "common.cuh"

@@ -274,7 +274,7 @@ outliers_select(f32* __restrict__ mask, i32* __restrict__ index,
     // Nonnegative floats have the same order as their bits.
     u32 limit = __float_as_uint(threshold);
     if (count_above(column_max, cols, limit, shared) > most) {
-        u32 low = limit, high = 0x7FFFFFFFu;  // more than `most` columns exceed low, at most `most` exceed high
+        u32 low = limit, high = 0x7FFFFFFFu;  // low: too many columns above; high: at most `most`
         while (high - low > 1) {
             const u32 middle = low + (high - low) / 2;
             if (count_above(column_max, cols, middle, shared) > most) {

@@ -5,8 +5,8 @@
 //   codes    q[r, c] = -1, 0 or 1, the nearest to w[r, c] / scale[r]
 //   round    out[r, c] = q[r, c] * scale[r]
 //
-// If an element is infinite or NaN, the scale is infinite or NaN and the codes are 0 or +-1: out and
-// all results of the codes are then NaN or infinite.
+// If an element is infinite or NaN, the scale is infinite or NaN and the codes are 0 or +-1; out and
+// all products with the codes are then NaN or infinite.
 //
 // Data     declared in llmq/ops/quantize/ternary.py.
 // Launch   sums: 256 threads, a warp for each row. scales: one block of 1024 threads for a module.

@@ -15,8 +15,9 @@
 //          of n elements, out may be x. partials: equally many for each matrix. row_factors:
 //          squares has one number for each row; v is used from element `shift` on.
 // Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a
-//          column of blocks for each matrix. diagonal: 256 threads, one for each number. row_factors:
-//          256 threads, a block for each matrix. row_scale: 256 threads, a block for each row.
+//          column of blocks for each matrix. diagonal: 256 threads, one for each number.
+//          row_factors: 256 threads, a block for each matrix. row_scale: 256 threads, a block for
+//          each row.
 // Cost     every tensor once; memory-bound. normalize: each block also sums the partials of its
 //          matrix. squares, normalize: with several matrices of n elements, n not a multiple of 8,
 //          each element takes a load. diagonal: a sector of memory for each number.
