@@ -5,7 +5,7 @@
 //   out = P v;   delta = sum over Hd of d_out * out
 //   dS = P * (d_out v^T - delta)
 //   d_v = P^T d_out;   d_k = scale dS^T q;   d_q = scale dS k
-//   sum_heads: d_k, d_v = sums of d_kv over the query heads of each, in ascending order, in F32
+//   sum_heads: d_k, d_v = F32 sums of d_kv over the query heads of each key/value head, ascending
 //
 // Data     declared in llmq/ops/attention/attention.py. T: BF16 (tensor cores, attention_mma.cuh)
 //          or F32 (attention_fma.cuh). Sums and statistics are F32; BF16 P and dS are rounded
@@ -17,10 +17,10 @@
 //          memory come from llmq/ops/attention/attention.py. delta: 8 threads a row, grid (blocks, B).
 //          sum_heads: 256 threads, one for each 16-byte vector of keys and values; d_kv: T
 //          (2, Hq, seq_len, HEAD_DIM), for keys and for values.
-// Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
-//          3 in those that own queries; with SPLIT_KEYS = 1, where registers do not do for dK and
-//          dV at once, 8 in all); a tile is read by every block that meets it, mostly in L2. Tiles
-//          in which no query sees a key are skipped. Unseen keys change nothing, not even NaN.
+// Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs: 4 products in blocks of keys, 3 in
+//          blocks of queries; 8 in all with SPLIT_KEYS = 1, where registers cannot hold dK and dV
+//          at once. Every block that uses a tile reads it, mostly from L2. Tiles in which no query
+//          sees a key are skipped. Unseen keys change nothing, not even if they are NaN.
 // Needs    sm_80 for BF16. backward: lse of the forward, delta of attention_delta. No atomics:
 //          every element is summed by one thread in a fixed order.
 #include "common.cuh"
@@ -28,10 +28,10 @@
 // Number of pieces of this size that cover n.
 __host__ __device__ constexpr int pieces(int n, int size) { return (n + size - 1) / size; }
 
-// Keys that the queries of one sequence see. Both limits never fall from query to query, so that
+// The keys that each query of one sequence sees. Neither limit falls from query to query, so that
 // the first and the last query of a tile bound the tile's keys.
 struct Sight {
-    const int* starts;  // of the sequence, or null
+    const int* starts;  // the sequence's part of starts, or null
     int window, seq_len;
 
     static __device__ __forceinline__ Sight of(const int* starts, int batch, int window,
@@ -45,18 +45,18 @@ struct Sight {
         const int start = starts ? __ldg(starts + query) : 0;
         return max(start, query + 1 - window);
     }
-    // The end of the queries that see one of the keys up to `key`, which is in the sequence: by a
-    // search of the whole warp.
+    // Returns the end of the queries that see a key up to `key`, a key of the sequence. All lanes of
+    // the warp search together.
     __device__ __forceinline__ int end_of_queries(int key) const {
         if (!MASKED) { return seq_len; }
         int end = window < seq_len - key ? key + window : seq_len;
-        int seen = key;  // by its own query
+        int seen = key;  // a query that sees the key: the one at its position
         if (!starts) { return end; }
         while (end - seen > 1) {
             const int piece = pieces(end - seen - 1, 32);
             const int query = seen + ((int)threadIdx.x % 32 + 1) * piece;
             const bool sees = query < end && __ldg(starts + query) <= key;
-            const int count = __popc(__ballot_sync(0xFFFFFFFFu, sees));  // the first ones of all
+            const int count = __popc(__ballot_sync(0xFFFFFFFFu, sees));  // of the first lanes
             end = min(end, seen + (count + 1) * piece);
             seen += count * piece;
         }
@@ -64,14 +64,14 @@ struct Sight {
     }
 };
 
-// Results of a block of backward: dK and dV of its keys, one of both, or dQ of its queries.
+// What a block of backward computes: dK and dV of its keys, only one of these, or dQ of its queries.
 enum class Part { KEYS, ONLY_K, ONLY_V, QUERIES };
 
 #ifndef SOFTCAP
 #define SOFTCAP 0  // none
 #endif
 constexpr float CAP = SOFTCAP ? SOFTCAP : 1;
-// A scaled score behind the soft cap, and the slope of the cap there.
+// The soft-capped value of a scaled score, and the slope of the cap at a capped score.
 __device__ __forceinline__ float capped(float score) { return CAP * tanhf(score * (1.0f / CAP)); }
 __device__ __forceinline__ float slope_of(float capped_score) {
     const float share = capped_score * (1.0f / CAP);
@@ -124,9 +124,9 @@ extern "C" __global__ void __launch_bounds__(256)
     attention_delta(float* __restrict__ delta, const T* __restrict__ d_out,
                     const T* __restrict__ out, int seq_len, int num_heads) {
     constexpr int N = WHOLE_VECTORS ? Vec<T>::N : 1, VECTORS = HEAD_DIM / N;
-    const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
+    const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // row of (seq_len, Hq)
     const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
-    const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
+    const i64 first_row = (i64)blockIdx.y * rows;  // the sequence's first row
     float sum = 0.0f;
     if (row < rows) {
 #pragma unroll
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
 #undef BACKWARD
 }
 
-// d_k and d_v of each key/value head from what each of its query heads adds, d_kv.
+// Sum d_kv, a gradient of keys and values for each query head, to d_k and d_v of key/value heads.
 extern "C" __global__ void __launch_bounds__(256)
 attention_sum_heads(T* __restrict__ d_qkv, const T* __restrict__ d_kv, i32 seq_len, i32 num_heads,
                     i32 num_kv_heads) {
@@ -191,9 +191,9 @@ attention_sum_heads(T* __restrict__ d_qkv, const T* __restrict__ d_kv, i32 seq_l
     const int group = num_heads / num_kv_heads;
     if (i >= (i64)2 * num_kv_heads * seq_len * vectors) { return; }
     const int column = (int)(i % vectors) * VECTOR;
-    const i64 row = i / vectors;  // of (2 Hkv, T)
+    const i64 row = i / vectors;  // row of (2 Hkv, seq_len)
     const int head = (int)(row / seq_len), t = (int)(row % seq_len);
-    // Keys come before values on both sides: Hkv heads of d_qkv, Hq of d_kv, which is group * Hkv.
+    // Keys precede values in both tensors: Hkv heads of each in d_qkv, Hq = group * Hkv in d_kv.
     const i64 step = (i64)seq_len * HEAD_DIM;
     const T* const first = d_kv + (i64)head * group * step + (i64)t * HEAD_DIM + column;
     float sum[VECTOR];

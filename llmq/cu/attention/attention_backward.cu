@@ -3,23 +3,25 @@
 //   P = exp(scale q k^T - lse);  dS = P * (d_out v^T - delta), both 0 for later keys
 //   d_v = P^T d_out;   d_k = scale dS^T q;   d_q = scale dS k
 //
-// attention_gradient: a block of the persistent grid has tiles of 128 rows, keys or queries, of one
-// head, each of two warpgroups 64 of them. They walk over the rows of the other side in steps of 64,
-// which one thread keeps on their way (TMA), in a ring of stages; another one loads tiles. Blocks
-// take tiles in the order in which they get to them: keys first, which take longest. Scores never
-// leave registers: rounded to BF16 they are the left operand of the next product. Tiles of keys
-// compute them transposed.
+// attention_gradient: a block of the persistent grid takes tiles of 128 rows, keys or queries, of
+// one head; each of two warpgroups has 64 rows. The warpgroups walk over the rows of the other side
+// in steps of 64. One thread loads steps ahead into a ring of stages (TMA); another thread loads
+// tiles. A counter deals out tiles: tiles of keys first, which take longest. Scores never leave
+// registers: rounded to BF16, scores are the left operand of the next product. Tiles of keys
+// compute transposed scores.
 //
-// Keys walk over all query heads that share them. Where that would take long beside all else, their
-// tiles are in parts of fewer heads each. All but the last part leave their sums in memory; the last
-// one waits for them, and adds them in their order. It is taken last, so that they are under way.
+// A tile of keys walks over all query heads that share the keys. Where this walk would outlast all
+// other work, the tile is divided into parts with fewer heads. All parts but the last leave their
+// sums in memory; the last part waits for these sums and adds them in order. Blocks take the last
+// part last, when the other parts are already under way.
 //
 // Data     declared in llmq/ops/attention/attention_backward.py. lse: natural logarithm.
-//          statistics: of 64 queries lse * log2(e), then -delta, delta = sum of d_out * out.
-//          taken: number of tiles that blocks have taken, then of warps that have left sums, by 64
-//          keys. sums: d_k and d_v by part but the last and by 64 keys, in the threads' order;
-//          null without parts. part_heads: query heads of a part. HEAD_DIM 64 or 128, T a multiple
-//          of 64. Sums are F32; P and dS are rounded before they are multiplied.
+//          statistics: for each 64 queries lse * log2(e), then -delta; delta = sum of d_out * out.
+//          taken: number of tiles that blocks have taken, then for each 64 keys the number of warps
+//          that have left sums. sums: d_k and d_v for each part but the last and each 64 keys, in
+//          the threads' order; null without parts. part_heads: number of query heads in a part.
+//          HEAD_DIM is 64 or 128, T a multiple of 64. Sums are F32; P and dS are rounded before
+//          they are multiplied.
 // Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as
 //          llmq/ops/attention/attention_backward.py says.
@@ -28,20 +30,21 @@
 // Needs    sm_90a. lse of the forward.
 #include "attention/attention_items.cuh"
 
-constexpr int SCORES = ROWS / 2;  // of a thread: 64 x 64 by 128 threads
+constexpr int SCORES = ROWS / 2;  // scores of a thread: 128 threads share 64 x 64
 constexpr int DELTA_LANES = 8;    // threads that share a row of attention_statistics
-constexpr bool EARLY = D == 64;   // dV before dS is computed, where there are registers for both
+constexpr bool EARLY = D == 64;   // multiply P for dV before computing dS: registers hold both
 
 // -- The warpgroups that multiply -----------------------------------------------------------------
 
-// Number in the warpgroup. Volatile: derived values are computed again, because registers are few.
+// The thread's number in its warpgroup. Volatile: the compiler computes derived values again
+// instead of holding registers for them.
 __device__ __forceinline__ u32 this_thread() {
     u32 thread = threadIdx.x % 128;
     forget(thread);
     return thread;
 }
 
-// scores = left step^T [+ scores], over HEAD_DIM, of 64 rows of a head each.
+// scores = left step^T [+ scores], summed over HEAD_DIM. left, step: 64 rows of a head.
 template <bool ADD>
 __device__ __forceinline__ void multiply_rows(float (&scores)[SCORES], SharedAddress left,
                                               SharedAddress step) {
@@ -66,7 +69,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[D / 2], const u32 
     wgmma_commit();
 }
 
-// A sum's layout is the left operand's: one product takes two times 8 columns.
+// Round sums to a left operand, which has the same layout. One product takes 2 x 8 columns.
 __device__ __forceinline__ void round_left(u32 (&left)[4], const float* x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) { left[i] = to_pair(x[2 * i], x[2 * i + 1]); }
@@ -98,13 +101,13 @@ __device__ __forceinline__ void store_rows(const TensorMap* map, int column, int
     }
 }
 
-// Every warp says that it has read something.
+// Arrive at `barrier` once for each warp, after the warp's reads.
 __device__ __forceinline__ void release(SharedAddress barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) { barrier_arrive(barrier); }
 }
 
-// Steps with which a warpgroup does nothing.
+// Release `steps` stages of the ring that this warpgroup does not use.
 __device__ __forceinline__ void pass_by(const Memory& memory, Ring& ring, int steps) {
 #pragma unroll 1
     for (int i = 0; i < steps; ++i, ring.next()) {
@@ -118,7 +121,7 @@ struct RowStatistics {
     float lse[2], delta[2];
 };
 
-// d_s = -delta, which the product of a step is added to. step: address of its statistics.
+// Set d_s to -delta, to which the step's product is added. step: address of the step's statistics.
 template <bool IS_KEYS>
 __device__ __forceinline__ void begin_d_s(float (&d_s)[SCORES], SharedAddress step,
                                           const RowStatistics& rows) {
@@ -133,7 +136,7 @@ __device__ __forceinline__ void begin_d_s(float (&d_s)[SCORES], SharedAddress st
     }
 }
 
-// p = exp(scale * scores - lse), on the diagonal 0 for keys after their query.
+// p = exp(scale * scores - lse); on the diagonal p is 0 for keys after the query.
 template <bool IS_KEYS>
 __device__ __forceinline__ void to_probabilities(float (&p)[SCORES], SharedAddress step,
                                                  const RowStatistics& rows, float scale_log2,
@@ -159,20 +162,19 @@ __device__ __forceinline__ void to_probabilities(float (&p)[SCORES], SharedAddre
     }
 }
 
-// d_s = p * d_s, of what one product takes.
+// d_s = p * d_s, for a thread's 8 elements of one product's left operand.
 __device__ __forceinline__ void to_d_s(float* d_s, const float* p) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) { d_s[i] *= p[i]; }
 }
 
-// A warpgroup's part of a tile: block `block` of 64 rows; x, y: tensors of a step (Q, dO of keys;
-// K, V of queries)
-//   P, dP = own x^T, own y^T;   d_y += P y (of keys: dV);   d_x += dS x (dK or dQ)
-// in the steps from begin to stop of each head.
+// A warpgroup's part of a tile: the 64 rows of block `block`, in the steps from begin to stop of
+// each head. x, y: the step's tensors (Q, dO in tiles of keys; K, V in tiles of queries).
+//   P, dP = own x^T, own y^T;   d_y += P y (dV, in tiles of keys);   d_x += dS x (dK or dQ)
 struct Walk {
     const Memory& memory;
     SharedAddress a_tile, b_tile;
-    int block, begin, stop, before, behind, heads;  // before, behind: steps that are passed by
+    int block, begin, stop, before, behind, heads;  // before, behind: numbers of unused steps
     float scale_log2;
 
     __device__ __forceinline__ SharedAddress x(u32 stage) const {
@@ -182,7 +184,7 @@ struct Walk {
         return memory.statistics + stage * STATISTICS_BYTES;
     }
 
-    // A step after the other.
+    // Add up dK in d_x and dV in d_y, one step after the other.
     __device__ __forceinline__ void of_keys(float (&d_x)[D / 2], float (&d_y)[D / 2],
                                             Ring& ring) const {
         SharedAddress held = 0;  // the barrier of the last step's stage: its products may still run
@@ -195,7 +197,7 @@ struct Walk {
                 barrier_wait(memory.full + 8 * ring.stage, ring.parity);
                 float p[SCORES], d_s[SCORES];
                 multiply_rows<false>(p, a_tile, x);
-                wgmma_wait<1>();  // or the last step's left operands would still take registers
+                wgmma_wait<1>();  // frees the registers of the last step's left operands
                 if (held) { release(held); }
                 held = memory.empty + 8 * ring.stage;
                 begin_d_s<true>(d_s, statistics(ring.stage), {});
@@ -211,7 +213,7 @@ struct Walk {
                     multiply_columns(d_y, left_p, y);
                     wgmma_wait<1>();
                 } else {
-                    arrived(p);  // computed before what follows is waited for
+                    arrived(p);  // compute p before the wait for d_s
                     wgmma_wait<0>();
                 }
                 arrived(d_s);
@@ -231,7 +233,8 @@ struct Walk {
         if (held) { release(held); }
     }
 
-    // A step's d_x is computed behind the next one's scores, which are waited for.
+    // Add up dQ in d_x. A step's product for d_x runs after the next step's scores, which the
+    // warpgroup waits for.
     __device__ __forceinline__ void of_queries(float (&d_x)[D / 2], Ring& ring,
                                                const RowStatistics& rows) const {
         SharedAddress held = 0, last_x = a_tile;
@@ -247,14 +250,14 @@ struct Walk {
                 wgmma_begin();
                 multiply_columns(d_x, left_s, last_x);
             } else {
-                wgmma_commit();  // no group less
+                wgmma_commit();  // an empty group, so that the waits count alike
             }
             begin_d_s<false>(d_s, 0, rows);
             multiply_rows<true>(d_s, b_tile, y);
             wgmma_wait<2>();
             arrived(p);
             to_probabilities<false>(p, 0, rows, scale_log2, step == block);
-            arrived(p);  // computed before what follows is waited for
+            arrived(p);  // compute p before the wait for d_s
             wgmma_wait<0>();
             arrived(d_s);
             if (held) { release(held); }
@@ -281,7 +284,7 @@ struct Parts {
     const Sizes& sizes;
     float4* sums;
     i32* taken;
-    int part, block;  // block: of keys of all sequences and heads
+    int part, block;  // block: number of the 64 keys among all sequences and heads
 
     __device__ __forceinline__ Parts(const Sizes& sizes, float* sums, i32* taken, const Item& item,
                                      int me)
@@ -371,7 +374,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
     }
     arrived(d_x);
     if constexpr (IS_KEYS) { arrived(d_y); }
-    release(memory.read + 8 * me);  // until all warps have read this one's rows
+    release(memory.read + 8 * me);  // wait until all warps have read the warpgroup's own rows
     barrier_wait(memory.read + 8 * me, turn & 1);
     bool leaves = false;
     if (IS_KEYS && present && sizes.part_heads < sizes.group()) {
@@ -386,7 +389,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
         }
     }
     if (present && !leaves) {
-        const Item item = item_at(memory, turn);  // again: there were no registers for it
+        const Item item = item_at(memory, turn);  // computed again: no registers could hold it
         const int row = item.batch * sizes.seq_len + (item.block + me) * ROWS;
         store_rows(d_qkv, item.to * D, row, d_x, sizes.scale, own);
         if constexpr (IS_KEYS) {
@@ -414,7 +417,7 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(memory.own_full + 8 * i, 1);
-            barrier_init(memory.own_empty + 8 * i, WARPS + 1);  // and load_steps
+            barrier_init(memory.own_empty + 8 * i, WARPS + 1);  // the warps that multiply, and load_steps
             barrier_init(memory.read + 8 * i, WARPS / 2);
         }
         barriers_ready();
@@ -450,7 +453,7 @@ attention_statistics(float* __restrict__ statistics, i32* __restrict__ taken,
                      const bf16* __restrict__ d_out, const bf16* __restrict__ out,
                      const float* __restrict__ lse, i32 counts, i32 seq_len, i32 num_heads) {
     constexpr int VECTORS = D / 8 / DELTA_LANES;
-    const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
+    const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // row of (seq_len, Hq)
     const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
     const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
     const i64 thread = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x;

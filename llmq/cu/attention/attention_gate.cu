@@ -1,19 +1,19 @@
-// attention_gate.cu -- attention whose output is gated by channels that come beside each query head.
+// attention_gate.cu -- gates of attention's output: channels that lie beside each query head.
 //
-//   split      the heads q0 g0 q1 g1 ... k ... v ... to packed heads q ... k ... v ... and gates
-//   merge      the same back
+//   split      copies heads q0 g0 q1 g1 ... k ... v ... to packed heads q ... k ... v ... and gates
+//   merge      copies packed heads and gates back to the former order
 //   forward    out = x * sigmoid(gate)
 //   backward   d_x = d_out * s;   d_gate = d_out * s * x * (1 - s)         s = sigmoid(gate)
 //
 // Data     declared in llmq/ops/attention/attention_gate.py.
 // Launch   256 threads, a 16-byte vector each.
-// Cost     all read once or written once. Memory-bound.
+// Cost     each tensor is read or written once. Memory-bound.
 // Needs    HEAD_DIM a multiple of 8. backward: d_x may be d_out; a thread reads what it overwrites.
 #include "common.cuh"
 
 constexpr int N = Vec<T>::N, VECTORS = HEAD_DIM / N;
 
-// Calls use(in the product, in qkv or -1, in gate or -1) for this thread's vector.
+// Calls use(offset in the product, offset in qkv or -1, offset in gate or -1) for the thread's vector.
 template <class Use>
 __device__ __forceinline__ void each_vector(i64 rows, i32 heads, i32 kv_heads, Use use) {
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(256)
     store_vec(d_gate + i, a);
 }
 
-// -- scores of query heads that give attention to nothing, behind any attention
+// -- sinks: scores by which query heads attend to nothing, applied after any attention
 //
 //   forward    out *= sigmoid(without - sink);   lse = log(exp(without) + exp(sink))
 //   backward   partial[s, h] = - sum of exp(sink - lse) * (d_out . out) over the rows of split s
@@ -84,12 +84,12 @@ extern "C" __global__ void __launch_bounds__(256)
 //
 // Data     out, d_out: T (batch, seq_len, heads, HEAD_DIM), 16-byte aligned. lse, without: F32 (batch,
 //          heads, seq_len). sinks: T (heads). partial: F32 (splits, heads).
-// Launch   256 threads. forward: a 16-byte vector each. backward: (tiles, splits) blocks; a tile is as
-//          many whole heads as 256 vectors of 16 bytes are, each thread has a vector of all rows.
+// Launch   256 threads. forward: a 16-byte vector each. backward: (tiles, splits) blocks; a tile has
+//          as many whole heads as 256 vectors of 16 bytes hold; a thread reads its vector in all rows.
 // Cost     forward: out read and written once. backward: d_out and out read once. Memory-bound.
 // Needs    HEAD_DIM a multiple of 16 bytes, of at most 256 vectors. No split without rows.
 
-constexpr int THREADS = 256, HEADS = THREADS / VECTORS;  // of a tile
+constexpr int THREADS = 256, HEADS = THREADS / VECTORS;  // HEADS: heads of a tile
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_sinks_forward(T* __restrict__ out, f32* __restrict__ lse, const f32* __restrict__ without,

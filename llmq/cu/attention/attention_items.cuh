@@ -1,18 +1,18 @@
 // attention_items.cuh -- the tiles of attention_backward.cu, and the threads that load them.
 //
-// Tiles of keys are before those of queries, the parts of their query heads one after the other. Who
-// walks over a tile is up to a counter, so that order is all that is said here.
+// Tiles of keys come before tiles of queries; the parts of query heads follow each other. A counter
+// decides which block takes a tile: this file gives only the order of tiles.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 constexpr int D = HEAD_DIM;
-constexpr int ROWS = 64, LINE = 128, BOX_BYTES = ROWS * LINE;  // of a box: 64 rows, 64 columns
-constexpr int BOXES = D / 64, TILE_BYTES = BOXES * BOX_BYTES;  // of 64 rows of a head
+constexpr int ROWS = 64, LINE = 128, BOX_BYTES = ROWS * LINE;  // a box: 64 rows, 64 columns
+constexpr int BOXES = D / 64, TILE_BYTES = BOXES * BOX_BYTES;  // a tile: 64 rows of a head
 constexpr int OWN_BYTES = 4 * TILE_BYTES;                      // two tensors, two warpgroups each
 constexpr int STAGE_BYTES = 2 * TILE_BYTES, STATISTICS_BYTES = 2 * ROWS * 4;
-constexpr int WARPS = 8;                              // that multiply
-constexpr int LOADER_REGISTERS = D == 64 ? 40 : 24;    // of 168 a thread at launch
+constexpr int WARPS = 8;                             // warps that multiply
+constexpr int LOADER_REGISTERS = D == 64 ? 40 : 24;  // a thread has 168 at launch
 static_assert(D == 64 || D == 128, "there are no registers for larger heads");
 static_assert(STAGES >= 3, "one is held until the next one's scores are there, one may be skipped");
 
@@ -47,9 +47,9 @@ struct Sizes {
 // A tile's place, and over which blocks of 64 rows of the other side its block walks.
 struct alignas(16) Item {
     int kind;         // QUERIES, KEYS, or NOTHING, when all tiles are taken
-    int batch, head;  // head: the first query head of those that have to do with it
-    int to;           // the head of d_qkv, of keys dV's is num_kv_heads further
-    int block;        // of 64 rows, of the first warpgroup; the other one has the next
+    int batch, head;  // batch: the sequence; head: the first query head that the tile uses
+    int to;           // head of d_qkv for dQ or dK; dV's is num_kv_heads further
+    int block;        // number of the first warpgroup's 64 rows; the second has the next block
     int first, end, heads;
 };
 enum { QUERIES, KEYS, NOTHING };
@@ -79,7 +79,7 @@ struct Memory {
 
     __device__ __forceinline__ explicit Memory(const void* shared) {
         SharedAddress start = shared_address(shared);
-        forget(start);  // or addresses would be held, for which there are no registers
+        forget(start);  // else addresses would stay in registers, which are too few
         own = (start + 1023) & ~(SharedAddress)1023;
         stages = own + 2 * OWN_BYTES;
         statistics = stages + STAGES * STAGE_BYTES;
@@ -101,7 +101,7 @@ __device__ __forceinline__ Item item_at(const Memory& memory, u32 turn) {
 
 // -- The threads that load ------------------------------------------------------------------------
 
-// The boxes of 64 rows of a head.
+// Load the boxes of 64 rows of a head.
 __device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map, int column,
                                           int row, SharedAddress arrived) {
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map
     }
 }
 
-// Takes tiles, says which, and loads their own rows.
+// Takes tiles, stores their items in shared memory, and loads the tiles' own rows.
 __device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* taken,
                                          const TensorMap* qkv, const TensorMap* d_out) {
     int number = atomicAdd(taken, 1);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* t
         const u32 slot = turn & 1;
         const SharedAddress arrived = memory.own_full + 8 * slot;
         const Item item = item_of(number, sizes);
-        barrier_wait(memory.own_empty + 8 * slot, turn >> 1 & 1 ^ 1);  // at first it is
+        barrier_wait(memory.own_empty + 8 * slot, turn >> 1 & 1 ^ 1);  // at first the slot is empty
         const SharedAddress to = memory.items + slot * sizeof(Item);
         store_shared(to, make_uint4(item.kind, item.batch, item.head, item.to));
         store_shared(to + 16, make_uint4(item.block, item.first, item.end, item.heads));
@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* t
     }
 }
 
-// Loads what these tiles' warpgroups walk over.
+// Loads the steps that the tiles' warpgroups walk over.
 __device__ __forceinline__ void load_steps(const void* shared, Sizes sizes, const float* statistics,
                                            const TensorMap* qkv, const TensorMap* d_out) {
     Ring ring(1);  // the first wait for an empty stage is over at once
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_steps(const void* shared, Sizes sizes, cons
         forget(sizes.num_heads);
         forget(sizes.num_kv_heads);
         forget(sizes.seq_len);
-        // The head of qkv; blocks of all sequences, and what to add for those of statistics.
+        // head: the head in qkv. Blocks count over all sequences; `ahead` leads to their statistics.
         int head = keys ? item.head : sizes.num_heads + item.head / sizes.group();
         const int before = item.batch * sizes.blocks(), length = item.end - item.first;
         int block = before + item.first;
