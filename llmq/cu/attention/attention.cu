@@ -45,8 +45,8 @@ struct Sight {
         const int start = starts ? __ldg(starts + query) : 0;
         return max(start, query + 1 - window);
     }
-    // Returns the end of the queries that see a key up to `key`, a key of the sequence. All lanes of
-    // the warp search together.
+    // Returns the end of the queries that see a key up to `key`, a key of the sequence. All lanes
+    // of the warp search together.
     __device__ __forceinline__ int end_of_queries(int key) const {
         if (!MASKED) { return seq_len; }
         int end = window < seq_len - key ? key + window : seq_len;
@@ -64,7 +64,7 @@ struct Sight {
     }
 };
 
-// What a block of backward computes: dK and dV of its keys, only one of these, or dQ of its queries.
+// Results of a block of backward: dK and dV of its keys, only one of the two, or dQ of its queries.
 enum class Part { KEYS, ONLY_K, ONLY_V, QUERIES };
 
 #ifndef SOFTCAP

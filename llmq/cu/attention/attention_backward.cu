@@ -417,7 +417,7 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(memory.own_full + 8 * i, 1);
-            barrier_init(memory.own_empty + 8 * i, WARPS + 1);  // the warps that multiply, and load_steps
+            barrier_init(memory.own_empty + 8 * i, WARPS + 1);  // the warps, and load_steps
             barrier_init(memory.read + 8 * i, WARPS / 2);
         }
         barriers_ready();

@@ -3,7 +3,7 @@
 // The structure is that of attention_mma.cuh: a block owns OWN rows and walks over the other side
 // in steps of STEP rows. 256 threads as 16 x 16: thread (row, column) has rows row + 16 i of the
 // owned side and columns column + 16 j of the step or of the head. The 16 threads of a row are in
-// one warp: what they exchange through shared memory needs no block barrier.
+// one warp, so that their exchanges through shared memory need no block barrier.
 //
 // Rows in shared memory are HEAD_DIM + 4 elements apart: an odd number of 16-byte units, so that
 // 16-byte reads of eight rows do not meet in a bank.
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_rows(float* to, const float* from, i64 pitc
     }
 }
 
-// sum[i][j] = row i of a times row j of b; a, b: the thread's first row of each.
+// sum[i][j] = dot product of row i of a and row j of b. a, b: the thread's first rows of two tiles.
 template <int R, int C>
 __device__ __forceinline__ void multiply_rows(float (&sum)[R][C], const float* a, const float* b) {
 #pragma unroll
@@ -64,8 +64,8 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[R][C], const float* a
     }
 }
 
-// sum += a b with a (own x STEP) the row's other threads' results too: they meet in `scores`, the
-// thread's first row of a shared tile. b: the thread's first column of a tile of STEP rows.
+// sum += a b. a: (own x STEP), spread over the threads of a row, which exchange it in the shared
+// tile `scores`, from the thread's first row on. b: the thread's first column of a tile of STEP rows.
 template <int R, int C>
 __device__ __forceinline__ void multiply_columns(float (&sum)[R][COLUMNS], const float (&a)[R][C],
                                                  float* scores, const float* b, int column) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ float max_of_16(float x) {
     return x;
 }
 
-// As in attention_mma.cuh, number by number.
+// Like mma::not_finite (attention_mma.cuh), for one number instead of 16 bytes at a time.
 template <bool CLEAR, int ROWS, int THREADS>
 __device__ __forceinline__ bool not_finite(float (&spoiled)[ROWS], float* tile) {
     bool any = false;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
     static_assert(THREADS == 256, "16 x 16 threads");
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
     const int head = blockIdx.y, batch = blockIdx.z;
-    const int tile = gridDim.x - 1 - blockIdx.x;  // the longest first
+    const int tile = gridDim.x - 1 - blockIdx.x;  // the longest tiles first
     const int own = tile * OWN;
     const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
     const float* q = qkv + (i64)batch * seq_len * pitch + head * HEAD_DIM;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
 #pragma unroll
             for (int j = 0; j < C; ++j) {
                 p[i][j] = expf(p[i][j] - base);
-                row_sum[i] += p[i][j];  // of this thread's columns
+                row_sum[i] += p[i][j];  // over this thread's columns
             }
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) { sum[i][j] *= correction; }
@@ -213,7 +213,7 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
     }
 }
 
-// As mma::backward.
+// Gradients as in mma::backward, in F32.
 template <int OWN, int STEP, int THREADS, Part PART>
 __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const float* lse,
                                          const float* delta, const float* qkv, int seq_len,
@@ -233,9 +233,9 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
     const float* k = qkv + sequence * pitch + (num_heads + kv_head) * HEAD_DIM;
     const float* v = k + num_kv_heads * HEAD_DIM;
     const float* d_o = d_out + sequence * out_pitch + q_head * HEAD_DIM;
-    const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
+    const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // row of the first query
     float* a = reinterpret_cast<float*>(shared);
-    // Of large heads one tile of a step fits: y takes the place of x, which is loaded again.
+    // Shared memory holds one tile of a step of large heads: y replaces x, which is loaded again.
     constexpr bool ALONE = D > 256;
     float *b = a + OWN * PITCH, *x = b + OWN * PITCH, *y = ALONE ? x : x + STEP * PITCH;
     float* scores = y + STEP * PITCH + row * (STEP + 4);

@@ -13,7 +13,8 @@
 
 constexpr int N = Vec<T>::N, VECTORS = HEAD_DIM / N;
 
-// Calls use(offset in the product, offset in qkv or -1, offset in gate or -1) for the thread's vector.
+// Calls use(i, j, k) for the thread's vector, with its offsets in the product, in qkv or -1, and in
+// gate or -1.
 template <class Use>
 __device__ __forceinline__ void each_vector(i64 rows, i32 heads, i32 kv_heads, Use use) {
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -84,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(256)
 //
 // Data     out, d_out: T (batch, seq_len, heads, HEAD_DIM), 16-byte aligned. lse, without: F32 (batch,
 //          heads, seq_len). sinks: T (heads). partial: F32 (splits, heads).
-// Launch   256 threads. forward: a 16-byte vector each. backward: (tiles, splits) blocks; a tile has
-//          as many whole heads as 256 vectors of 16 bytes hold; a thread reads its vector in all rows.
+// Launch   256 threads. forward: a 16-byte vector each. backward: (tiles, splits) blocks; a tile
+//          has as many whole heads as 256 vectors of 16 bytes hold; a thread has a vector of each row.
 // Cost     forward: out read and written once. backward: d_out and out read once. Memory-bound.
 // Needs    HEAD_DIM a multiple of 16 bytes, of at most 256 vectors. No split without rows.
 

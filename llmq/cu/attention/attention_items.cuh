@@ -128,7 +128,7 @@ __device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* t
             barrier_arrive(arrived);
             return;
         }
-        number = atomicAdd(taken, 1);  // needed later
+        number = atomicAdd(taken, 1);  // early: the next turn needs the number
         forget(sizes.num_kv_heads);
         forget(sizes.seq_len);
         const int column = item.to * D;
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_steps(const void* shared, Sizes sizes, cons
         forget(sizes.num_heads);
         forget(sizes.num_kv_heads);
         forget(sizes.seq_len);
-        // head: the head in qkv. Blocks count over all sequences; `ahead` leads to their statistics.
+        // head: the head in qkv. block counts over all sequences; ahead + block: its statistics.
         int head = keys ? item.head : sizes.num_heads + item.head / sizes.group();
         const int before = item.batch * sizes.blocks(), length = item.end - item.first;
         int block = before + item.first;

@@ -1,17 +1,17 @@
 // attention_mma.cuh -- attention of one thread block on the tensor cores: BF16 in, F32 sums.
 //
-// A thread block owns OWN rows of one head of one sequence, each warp 16 M of them, and walks over
-// the other side in steps of STEP rows. Scores never leave registers: the accumulator of own x step
-// is, rounded to BF16, the left operand of the next product. In the backward the same code serves
-// both directions: blocks that own keys compute the transposed scores, so that dK and dV, like dQ
-// in blocks that own queries, are sums over the steps in registers. No atomics, fixed order.
+// A thread block owns OWN rows of one head of one sequence, each warp 16 M of these rows. The block
+// walks over the other side in steps of STEP rows. Scores never leave registers: the accumulator of
+// own x step, rounded to BF16, is the left operand of the next product. Backward uses the same code
+// in both directions: blocks that own keys compute transposed scores, so that dK, dV and dQ are all
+// sums over steps in registers. There are no atomics, and the order is fixed.
 #pragma once
 #include "attention/attention_tiles.cuh"
 
 namespace mma {
 
-// scores = value for keys after their query and, with PAST, for keys before the first key that the
-// query sees. own, step: row numbers of the tile's corner.
+// Set scores to `value` for keys after the query and, with PAST, for keys before the first key that
+// the query sees. own, step: row numbers of the tile's corner.
 template <bool OWN_KEYS, bool PAST, int M, int N>
 __device__ __forceinline__ void mask(float (&scores)[M][N][4], int own, int step, int lane,
                                      float value, const Sight& sight) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool not_finite(float (&spoiled)[ROWS], char* tile) {
         const u32 word[4] = {at->x, at->y, at->z, at->w};
         bool bad = false;
 #pragma unroll
-        for (u32 pair : word) {  // by the exponents
+        for (u32 pair : word) {  // an exponent of ones: infinite or NaN
             bad |= (pair & 0x7F80u) == 0x7F80u || (pair & 0x7F800000u) == 0x7F800000u;
         }
         if (CLEAR && bad) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const floa
     }
 }
 
-// Scores that `scale` turns into those behind the soft cap.
+// Replace scores such that scores * scale are soft-capped.
 template <int M, int N> __device__ __forceinline__ void cap(float (&scores)[M][N][4], float scale) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&s
                     total += scores[m][n][i];
                 }
             }
-            row_sum[m][r] = fmaf(row_sum[m][r], correction, total);  // of this lane's columns
+            row_sum[m][r] = fmaf(row_sum[m][r], correction, total);  // over this lane's columns
             if (__any_sync(0xFFFFFFFFu, changed)) {                  // rare after the first steps
 #pragma unroll
                 for (int n = 0; n < OWN_D / 8; ++n) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
                   "a warp owns multiples of 16 rows");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = warp % SHARING;
     const int head = blockIdx.y, batch = blockIdx.z;
-    const int tile = gridDim.x - 1 - blockIdx.x;  // the longest first
+    const int tile = gridDim.x - 1 - blockIdx.x;  // the longest tiles first
     const int own = tile * OWN, warp_row = warp / SHARING * 16 * M, warp_own = own + warp_row;
     const int pitch = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
     const bf16* q = qkv + (i64)batch * seq_len * pitch + head * HEAD_DIM;
@@ -196,14 +196,14 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
         // A warp computes scores only if its queries see some of the step's keys.
         const bool active = step < warp_own + 16 * M && (!MASKED || step + STEP > warp_first);
         cp_async_wait<0>();
-        __syncthreads();  // the keys are there, the values of the last step are no longer needed
+        __syncthreads();  // the keys have arrived, and all warps have used the last values
         if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
         load_rows<STEP, THREADS>(v_tile, v, pitch, step, seq_len);
         cp_async_commit();
         float scores[M][N][4];
         if (active) {
             int again = lane;
-            if (MASKED && M > 1) { forget(again); }  // or registers would not do
+            if (MASKED && M > 1) { forget(again); }  // else registers would spill
             multiply_rows<M, N>(
                 scores, q_tile + warp_row * ROW_BYTES + score_column + left_offset(again),
                 k_tile + score_column + right_rows_offset(again));
@@ -216,7 +216,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
             }
         }
         cp_async_wait<0>();
-        __syncthreads();  // the values are there, the keys are no longer needed
+        __syncthreads();  // the values have arrived, and all warps have used the keys
         if (step + STEP < end) {
             load_rows<STEP, THREADS>(k_tile, k, pitch, step + STEP, seq_len);
             cp_async_commit();
@@ -257,8 +257,8 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
                   lane);
 }
 
-// Gradient of OWN keys and values, or one of both, or of OWN queries: tile `tile` of head `head`, a
-// key/value head or a query head. With P the probabilities, dP = dO V^T, dS = P * (dP - delta):
+// Gradient of OWN keys and values (or one of the two), or of OWN queries, in tile `tile` of `head`, a
+// key/value head or a query head. With probabilities P, dP = dO V^T, dS = P * (dP - delta):
 //   dV = P^T dO,   dK = scale dS^T Q               dQ = scale dS K
 // The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). With
 // BACKWARD_STAGES = 2 there are two tiles each of x and y: the next step's tiles arrive during this
@@ -285,7 +285,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const bf16* k = qkv + sequence * pitch + (num_heads + kv_head) * HEAD_DIM;
     const bf16* v = k + num_kv_heads * HEAD_DIM;
     const bf16* d_o = d_out + sequence * out_pitch + q_head * HEAD_DIM;
-    const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
+    const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // row of the first query
     const SharedAddress a_tile = shared_address(shared), b_tile = a_tile + OWN * ROW_BYTES;
     const SharedAddress stages = b_tile + OWN * ROW_BYTES;
     const int score_column = SCORE_PARTS > 1 ? part * SCORE_D * 2 : 0;  // in bytes
@@ -297,13 +297,13 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const int first = (OWN_KEYS ? own : sight.first_key(own)) / STEP;
     const int end = OWN_KEYS ? sight.end_of_queries(last_key) : last_key + 1;
     const int steps = (pieces(end, STEP) - first) * (OWN_KEYS ? group : 1);
-    // Own queries see all keys from `all` on.
+    // All own queries see the keys from `all` to their own positions.
     const int warp_last = warp_own + 16 * M - 1;
     const int all = OWN_KEYS ? 0 : sight.first_key(own + OWN - 1);
     const int warp_all = OWN_KEYS ? 0 : sight.first_key(warp_last);
     const int warp_first = OWN_KEYS ? 0 : sight.first_key(warp_own);
     __shared__ float spoiled[STEP];
-    int next_row = first * STEP, next_head = 0;  // of the step to load; head of the group
+    int next_row = first * STEP, next_head = 0;  // row and head, within the group, of the step to load
     auto load_step = [&](int stage) {
         const SharedAddress x = stages + stage * STAGE_BYTES, y = x + STEP * ROW_BYTES;
         load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * HEAD_DIM : k, pitch, next_row, seq_len);
@@ -328,7 +328,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     load_rows<OWN, THREADS>(b_tile, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
     if (STAGES == 2) { load_step(0); }
 
-    float row_lse[M][2], row_delta[M][2];  // where the block owns the queries
+    float row_lse[M][2], row_delta[M][2];  // only used if the block owns queries
     if (!OWN_KEYS) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -345,7 +345,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     int following = first * STEP;
     for (int i = 0; i < steps; ++i) {
         if (STAGES == 1) {
-            __syncthreads();  // the last step's tiles are no longer needed
+            __syncthreads();  // all warps have used the last step's tiles
             following = next_row;
             load_step(0);
         }
@@ -354,11 +354,11 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         const int step_first = OWN_KEYS ? sight.first_key(step) : warp_first;
         const int step_all = OWN_KEYS ? sight.first_key(step + STEP - 1) : warp_all;
         cp_async_wait<0>();
-        __syncthreads();  // this step's tiles are there, the last step's are no longer needed
+        __syncthreads();  // this step's tiles have arrived, and all warps have used the last ones
         if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
         if (STAGES == 2 && i + 1 < steps) { load_step((i + 1) % STAGES); }
         bool active = OWN_KEYS ? step + STEP > warp_own : step < warp_own + 16 * M;
-        bool past = false, bad = false;  // some keys are before what some queries see
+        bool past = false, bad = false;  // past: some queries do not see some earlier keys
         if (MASKED) {
             active &= step_first < (OWN_KEYS ? warp_own + 16 * M : step + STEP);
             past = (OWN_KEYS ? warp_own : step) < step_all;
@@ -371,7 +371,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         }
         if (!active) { continue; }
         const SharedAddress x = stages + i % STAGES * STAGE_BYTES, y = x + STEP * ROW_BYTES;
-        const int columns = part * OWN_D * 2;  // of this warp's sums, in bytes
+        const int columns = part * OWN_D * 2;  // offset of this warp's sums, in bytes
         const float2* step_lse = reinterpret_cast<const float2*>(
             shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES + 2 * STEP * ROW_BYTES);
         const float2* step_delta = step_lse + STEP / 2;
@@ -395,7 +395,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         }
         const bool cut = past || (OWN_KEYS ? step < warp_last : step + STEP - 1 > warp_own);
         if (MASKED && past) {
-            mask<OWN_KEYS, true>(p, warp_own, step, lane, 0.0f, sight);  // even of NaN
+            mask<OWN_KEYS, true>(p, warp_own, step, lane, 0.0f, sight);  // clears NaN too
         } else if (cut) {
             mask<OWN_KEYS, false>(p, warp_own, step, lane, 0.0f, sight);
         }
@@ -413,7 +413,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? d.y : d.x) : row_delta[m][e >> 1];
                     d_s[m][n][e] = p[m][n][e] * (d_s[m][n][e] - shift);
-                    if (SOFTCAP) {  // the capped score again, for which there are no registers
+                    if (SOFTCAP) {  // compute the capped score again: no registers could hold it
                         const float base = OWN_KEYS ? (e & 1 ? l.y : l.x) * LOG2E
                                                     : row_lse[m][e >> 1];
                         const float score = (__log2f(p[m][n][e]) + base) * (1.0f / (LOG2E * CAP));
@@ -423,7 +423,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
                 }
             }
         }
-        if (MASKED && cut) { clear_with(d_s, p); }  // even of NaN
+        if (MASKED && cut) { clear_with(d_s, p); }  // clears NaN too
         multiply_columns<M, N>(d_x, d_s, x + columns + right_columns_offset(lane));
     }
 

@@ -1,20 +1,20 @@
 // attention_tiles.cuh -- tiles of heads' rows in shared memory, and the products of attention_mma.cuh.
 //
-// The eight rows of an 8 x 8 matrix lie in different banks of shared memory: units of 16 bytes are
-// exchanged within each eight of a row by its number. Rows that are no multiple of eight units are
-// padded by a unit, so that their units are odd.
+// The eight rows of an 8 x 8 matrix lie in different banks of shared memory: the row's number
+// permutes the 16-byte units within each eight units of a row. Rows whose length is not a multiple
+// of eight units are padded to an odd number of units.
 //
 // Sums of more than 256 columns do not fit into registers: two warps then share their rows. With
-// SCORE_PARTS = 2 each of them multiplies half of the columns for the scores, and they exchange sums:
-// reads of shared memory limit these kernels.
+// SCORE_PARTS = 2 each of the two warps multiplies half of the columns for the scores, and the warps
+// exchange sums, because reads of shared memory limit these kernels.
 #pragma once
 #include "ptx.cuh"
 
 namespace mma {
 
-// Rows of tiles have D elements: a head's, then zeros. UNITS: of 16 bytes, in a row.
+// A row of a tile has D elements: a head's, then zeros. UNITS: number of 16-byte units in a row.
 constexpr int D = pieces(HEAD_DIM, 16) * 16, UNITS = D / 8;
-// Warps that share rows: each has all scores of them, and sums of its part of the columns, OWN_D.
+// SHARING: warps that share rows. Each has all scores of the rows, and sums of OWN_D columns.
 constexpr int SHARING = D > 256 ? 2 : 1, OWN_D = D / SHARING, OWN_UNITS = UNITS / SHARING;
 // Columns that a warp multiplies for the scores.
 constexpr int SCORE_D = D / SCORE_PARTS;
@@ -22,11 +22,11 @@ static_assert(SCORE_PARTS == 1 || SHARING == 2, "only warps that share rows shar
 constexpr bool EXCHANGED = UNITS % 8 == 0;
 constexpr int ROW_BYTES = EXCHANGED ? 2 * D : 2 * (D + 8);
 
-// Offset of a unit of a row, in bytes.
+// Byte offset of unit `unit` of a row in a tile.
 __device__ __forceinline__ int place(int row, int unit) {
     return row * ROW_BYTES + (EXCHANGED ? unit ^ row & 7 : unit) * 16;
 }
-// Address `bytes` (a multiple of two units) after one of the first two units of a row.
+// Address that is `bytes` (a multiple of 32) after `row`, one of the row's first two units.
 __device__ __forceinline__ SharedAddress along(SharedAddress row, int bytes) {
     return EXCHANGED ? (row ^ bytes & 96) + (bytes & ~127) : row + bytes;
 }
@@ -41,8 +41,8 @@ __device__ __forceinline__ Vec<bf16> eight_of_head(const bf16* row, int column, 
     return x;
 }
 
-// Start copying ROWS rows of a head, `pitch` elements apart in global memory; rows from `limit`
-// on become zeros. `first` is a row below the limit. PER_ROW threads share a row.
+// Start copying ROWS rows of a head, which are `pitch` elements apart in global memory. Rows from
+// `limit` on become zeros. `first` is a row below the limit. PER_ROW threads share a row.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, int pitch, int first,
                                           int limit) {
@@ -113,8 +113,8 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddre
     }
 }
 
-// Add to a result of multiply_rows the one of the other warp that shares these rows, in both. BUFFER: of
-// shared memory, used again behind a barrier of the block.
+// Add the results of multiply_rows of two warps that share rows; both warps get the sum. Calls
+// with the same BUFFER share memory and need a barrier of the block in between.
 template <int BUFFER, int THREADS, int M, int N>
 __device__ __forceinline__ void add_parts(float (&sum)[M][N][4]) {
     if constexpr (SCORE_PARTS > 1) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][OWN_D / 8][4],
         u32 left[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m) {
-            // The accumulator's layout is the left operand's: two 16 x 8 results make one 16 x 16.
+            // Accumulator and left operand have one layout: two 16 x 8 results make one 16 x 16.
             left[m][0] = to_pair(a[m][2 * k][0], a[m][2 * k][1]);
             left[m][1] = to_pair(a[m][2 * k][2], a[m][2 * k][3]);
             left[m][2] = to_pair(a[m][2 * k + 1][0], a[m][2 * k + 1][1]);
@@ -166,9 +166,9 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][OWN_D / 8][4],
     }
 }
 
-// Write this warp's 16 M rows of sums, its columns from unit `first` on, times the row's factor,
-// through its part of a shared tile that no other warp reads; row r goes to `to + r * pitch` if r <
-// rows.
+// Write this warp's 16 M rows of sums, times each row's factor, to columns from unit `first` on. The
+// rows pass through a part of shared memory that no other warp reads; row r < rows goes to
+// `to + r * pitch`.
 template <int M>
 __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
                                            const float (&sum)[M][OWN_D / 8][4],

@@ -1,13 +1,13 @@
-// heads.cu -- heads of attention between tensors in which they lie differently.
+// heads.cu -- copies and sums of attention heads between tensors with different layouts.
 //
 //   copy  out[out_first + r out_row + h out_head + c] = x[x_first + r x_row + h x_head + c]
 //   sum   out[out_first + r out_row + c] = T(sum over h of x[x_first + r x_row + h x_head + c])
 //
 // Data     r < rows, h < heads, c < size; out, x: T, F32 or BF16, 16-byte aligned, and all numbers
 //          of elements multiples of 8. Sums in F32, one head after the other.
-// Launch   256 threads, 8 elements of out each: ceil(rows heads size / 2048) blocks, of sum
-//          ceil(rows size / 2048).
-// Cost     each element of x read once, of out written once. Memory-bound.
+// Launch   256 threads, 8 elements of out each: copy ceil(rows heads size / 2048) blocks, sum
+//          ceil(rows size / 2048) blocks.
+// Cost     each element of x read once, each element of out written once. Memory-bound.
 // Needs    out and x in other memory; fewer than 2^31 * 8 elements.
 #include "common.cuh"
 

@@ -9,25 +9,25 @@
 //          new[s] on. k_cache, v_cache: C (blocks, BLOCK_SIZE, Hkv, HEAD_DIM); position p of
 //          sequence s is row p % BLOCK_SIZE of block table[s][p / BLOCK_SIZE]. LATENT: v_cache is
 //          null, and values are the first VALUE_DIM channels of keys; else VALUE_DIM is HEAD_DIM.
-//          C, of caches: T, or E4M3 codes of rows of heads relative to a power of two: scales, BF16
-//          (blocks, BLOCK_SIZE, Hkv, 2), of keys and of values; null with T.
-//          sinks: T (Hq), a score of each head that gives attention to nothing, or null. partial:
-//          F32 (S, n, Hq, splits, VALUE_DIM), stats: F32 (S, n, Hq, splits, 2): sums over the keys
-//          of each SPLIT positions, the largest score times log2(e), and the sum of probabilities.
-//          arrived: I32 (S tiles, Hkv), zeros, before and after. T: BF16 (tensor cores, probabilities rounded
-//          before they are multiplied) or F32. Sums and statistics F32.
+//          C, the caches' type: T, or E4M3 codes relative to a power of two for each row of a head.
+//          scales: these powers, BF16 (blocks, BLOCK_SIZE, Hkv, 2), for keys and for values; null
+//          if C is T. sinks: T (Hq), each head's score for attending to nothing, or null.
+//          partial: F32 (S, n, Hq, splits, VALUE_DIM), weighted sums of values over SPLIT positions.
+//          stats: F32 (S, n, Hq, splits, 2), the split's largest score times log2(e), and its sum
+//          of probabilities. arrived: I32 (S tiles, Hkv), zeros before and after the kernel. T: BF16
+//          (tensor cores; probabilities are rounded before products) or F32. Sums and stats are F32.
 // Launch   store: 256 threads, one for each 16 bytes of new keys, grid (blocks, S). attend, decode:
 //          128 threads and dynamic shared memory (llmq/ops/attention/paged.py); a block has ROWS
 //          pairs of query and head that share a key/value head. attend: grid (Hkv, S tiles).
 //          decode: grid (x, Hkv, S tiles), any x: each block takes every x-th split, and the one
 //          that arrives last adds their results.
-// Cost     memory: keys and values once for each tile of ROWS pairs. Blocks of idle sequences, and
-//          of splits that a sequence has not, end at once.
+// Cost     memory: keys and values once for each tile of ROWS pairs. Blocks for idle sequences, and
+//          for splits beyond a sequence's end, end at once.
 // Needs    sm_80; HEAD_DIM and VALUE_DIM multiples of 8, up to 512, with LATENT up to 576; above 256,
-//          and with LATENT, ROWS is 16. A result depends on nothing but its own sequence: steps and
-//          splits begin at multiples of STEP and SPLIT, in all entries the splits are added one after
-//          the other, and what a query does not see changes no bit. decode: several blocks may store
-//          the same keys; none with stores = 0.
+//          and with LATENT, ROWS is 16. A result depends only on its own sequence: steps and splits
+//          begin at multiples of STEP and SPLIT, all entries add splits one after the other, and
+//          keys that a query does not see change no bit. decode: several blocks may store the same
+//          keys; with stores = 0 no block stores.
 #ifndef SOFTCAP
 #define SOFTCAP 0  // none
 #endif
@@ -35,9 +35,9 @@
 #include "common.cuh"
 #include "ptx.cuh"
 
-constexpr float CAP = (SOFTCAP ? SOFTCAP : 1) * LOG2E;  // of scores times log2(e)
+constexpr float CAP = (SOFTCAP ? SOFTCAP : 1) * LOG2E;  // limit of scores times log2(e)
 
-// What two sums count when they are added, each relative to the largest score of its own.
+// Factors of two sums that are added, because each sum is relative to its own largest score.
 struct Factors {
     float old, added;
 };
@@ -50,20 +50,20 @@ __device__ __forceinline__ Factors merge(float& top, float& total, float more_to
     return f;
 }
 
-// The pairs of query and head of a block: rows first_row + [0, ROWS) of a sequence's, whose heads
-// share a key/value head.
+// A block's pairs of query and head: rows first_row + [0, ROWS) among a sequence's pairs whose heads
+// share one key/value head.
 struct Block {
-    const C *k, *v;      // of the key/value head
-    const u32* scales;  // of keys and values, of the head
+    const C *k, *v;     // caches, from the key/value head on
+    const u32* scales;  // pairs of scales of keys and values, from the key/value head on
     int kv_heads;
     const int* table;
     i64 pitch;  // elements from a position of a cache's block to the next
     T *queries, *stages, *probs;
-    float *scores, *factors;  // factors: two of each row
-    float scale;              // times log2(e)
+    float *scores, *factors;  // factors: two for each row
+    float scale;              // scale of scores, times log2(e)
     int length, count, first_row, group, window, first_head;
     i64 first_token;
-    int position[TURNS];  // of rows threadIdx.x / 8 + 16 turn
+    int position[TURNS];  // positions of rows threadIdx.x / 8 + 16 turn
 
     __device__ __forceinline__ Block(const T* qkv, const C* k_cache, const C* v_cache,
                                      const bf16* scales_of, const int* tables, const int* lengths, const int* new_tokens,
@@ -109,12 +109,12 @@ struct Block {
     __device__ __forceinline__ int head(int row) const {
         return first_head + (first_row + row) % group;
     }
-    // The first key that a query there sees.
+    // The first key that a query at position `at` sees.
     __device__ __forceinline__ int first_key(int at) const { return max(0, at - window + 1); }
     __device__ __forceinline__ int first_split() const { return first_key(position_of(0)) / SPLIT; }
     __device__ __forceinline__ int last_split() const { return position_of(count - 1) / SPLIT; }
 
-    // Start copying keys and values first + [0, STEP), those from `end` on as zeros.
+    // Start copying keys and values first + [0, STEP); zeros stand for those from `end` on.
     __device__ __forceinline__ void load(int stage, int first, int end) const {
         T* const keys = stages + stage * TILES * TILE;
         if (CODED) {
@@ -138,7 +138,7 @@ struct Block {
         }
         cp_async_commit();
     }
-    // `load` of codes, which are on their way for a few vectors at a time.
+    // Like `load`, for codes: loads and decodes a few vectors at a time.
     __device__ __forceinline__ void decode(T* keys, int first, int end) const {
         constexpr int MANY = COPIES < 4 ? COPIES : 4;
 #pragma unroll 1
@@ -219,7 +219,7 @@ struct Block {
         for (int turn = 0; turn < TURNS; ++turn) { top[turn] = -INFINITY, total[turn] = 0.0f; }
         const int end = min((split + 1) * SPLIT, position_of(count - 1) + 1);
         int stage = 0, key = max(split * SPLIT, first_key(position_of(0)) / STEP * STEP);
-        __syncthreads();  // nobody reads the stages of the split before
+        __syncthreads();  // all warps have read the stages of the last split
         load(stage, key, end);
         for (; key < end; key += STEP, stage ^= STAGES - 1) {
             const T* const keys = stages + stage * TILES * TILE;
@@ -238,14 +238,14 @@ struct Block {
             }
             Products<T>::add(sum, probs, values);
             if (STAGES == 1 && key + STEP < end) {
-                __syncthreads();  // the values are no longer needed
+                __syncthreads();  // all warps have used the values
                 load(0, key + STEP, end);
             }
         }
     }
 };
 
-// f(row, column, q, i) for each sum of this thread.
+// Call f(row, column, q, i) for each sum of this thread.
 template <class F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int q = 0; q < Products<T>::QUADS; ++q) {
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Statistics of a block's rows before all keys: a sink is the first of them.
+// Statistics of a block's rows before the first key; a sink counts like a key.
 __device__ __forceinline__ void begin(float (&top)[TURNS], float (&total)[TURNS], const Block& block,
                                       const T* sinks) {
 #pragma unroll
@@ -290,11 +290,11 @@ __device__ __forceinline__ void begin(float (&top)[TURNS], float (&total)[TURNS]
     }
 }
 
-// Add sums and statistics of a split, more, to those of the splits before.
+// Add `more`, sums and statistics of a split, to the sums and statistics of earlier splits.
 __device__ __forceinline__ void add(Sums& sum, float (&top)[TURNS], float (&total)[TURNS],
                                     const Sums& more, const float (&more_top)[TURNS],
                                     const float (&more_total)[TURNS], float* factors) {
-    __syncthreads();  // the factors of the last step have been read
+    __syncthreads();  // all warps have read the last step's factors
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         const Factors f = merge(top[turn], total[turn], more_top[turn], more_total[turn]);
@@ -308,7 +308,7 @@ __device__ __forceinline__ void add(Sums& sum, float (&top)[TURNS], float (&tota
     });
 }
 
-// Rows of out: sums over totals, and zeros behind the rows of queries.
+// Store rows of out: sums divided by totals, then zeros after the rows of queries.
 __device__ __forceinline__ void finish(T* out, const Sums& sum, const float (&total)[TURNS],
                                        const Block& block, int rows, int num_heads) {
     float* const factors = block.factors;
@@ -350,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     finish(out, all, all_total, block, min(ROWS, n * block.group - block.first_row), num_heads);
 }
 
-// Put keys and values of a sequence's new tokens, at positions [first, end), into the cache. from: keys
-// of the first new token. keys, values: those of the block's.
+// Put keys and values of a sequence's new tokens, at positions [first, end), into the cache. from:
+// keys of the first new token. keys, values: the caches, from the block's key/value head on.
 __device__ __forceinline__ void store_new(C* keys, C* values, bf16* scales, const T* from,
                                           i64 row_pitch, int added, const Block& block, int first,
                                           int end) {
@@ -396,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Sums sum;
         float top[TURNS], total[TURNS];
         block.run(sum, top, total, split);
-        if (!LATENT && count == 1) {  // LATENT: for want of registers
+        if (!LATENT && count == 1) {  // LATENT has too few registers for this
             Sums all = {};
             float all_top[TURNS], all_total[TURNS];
             begin(all_top, all_total, block, sinks);
@@ -404,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             finish(out, all, all_total, block, rows, num_heads);
             return;
         }
-        // Rows that see nothing of the split leave a result that nobody reads.
+        // Rows that see no key of the split leave a result that no block reads.
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {
             const int row = threadIdx.x / 8 + 16 * turn;

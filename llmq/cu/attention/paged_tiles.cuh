@@ -1,5 +1,5 @@
 // paged_tiles.cuh -- tiles of keys and values in shared memory, and their products; rows of caches.
-// T, C, and the sizes below are those of paged.cu.
+// paged.cu explains T, C and the sizes.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -25,22 +25,22 @@ constexpr int THREADS = 128, WARPS = 4, SPLIT = 256;
 constexpr bool HALF = sizeof(T) == 2;  // BF16
 constexpr int VECTOR = Vec<T>::N;
 constexpr bool CODED = sizeof(C) == 1;
-// Keys of a step, and elements of a row of a tile: zeros follow those of a head. A row has an odd
-// number of 16-byte units, so that eight rows lie in different banks.
+// STEP: keys of a step. A row of a tile has a head's elements, then zeros, and is an odd number of
+// 16-byte units long, so that eight rows lie in different banks.
 constexpr bool LARGE = LATENT || HEAD_DIM > 256;
 constexpr int STEP = HALF ? (HEAD_DIM <= 64 ? 64 : 32) : (HEAD_DIM <= 128 ? 32 : LARGE ? 8 : 16);
 constexpr int D = HALF ? (HEAD_DIM + 15) / 16 * 16 : HEAD_DIM, UNITS = D / VECTOR;
 constexpr int PITCH = D + VECTOR, SCORES = STEP + 4, PROBS = STEP + 8;
 constexpr int TILE = STEP * PITCH;  // elements of a tile of keys or of values
-constexpr int TILES = LATENT ? 1 : 2;  // of a stage
+constexpr int TILES = LATENT ? 1 : 2;  // tiles of a stage
 constexpr int STAGES = LARGE && !LATENT ? 1 : 2;
-// Vectors of a tile that each thread copies, and how many of them are copied at once: of wide keys
-// not all, whose addresses take too many registers.
+// COPIES: vectors of a tile that each thread copies; TOGETHER: vectors copied at once. Addresses of
+// all vectors of wide keys would take too many registers.
 constexpr int COPIES = (STEP * UNITS + THREADS - 1) / THREADS, TOGETHER = LARGE ? 3 : COPIES;
 constexpr int TURNS = ROWS / 16;    // eight threads share a row of scores
 
-// Products of a block's rows with keys and values, whose sums are spread over its threads: sum[q][i]
-// is that of row(q, i) and column(q, i), which may be behind the last one.
+// Products of a block's rows with keys and values. The block's threads share the sums: sum[q][i]
+// belongs to row(q, i) and column(q, i), which may lie after the last column.
 template <class E> struct Products;
 
 template <> struct Products<bf16> {
@@ -55,7 +55,7 @@ template <> struct Products<bf16> {
         const int unit = q % (2 * OWN) / 2 * WARPS + (int)threadIdx.x / 32;
         return unit * 16 + q % 2 * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
     }
-    // scores = queries keys^T: each warp has KEYS of the keys.
+    // scores = queries keys^T; each warp multiplies KEYS keys.
     static __device__ __forceinline__ void score(float* scores, const bf16* queries,
                                                  const bf16* keys) {
         const int lane = threadIdx.x % 32, first = (int)threadIdx.x / 32 * KEYS;
@@ -85,7 +85,7 @@ template <> struct Products<bf16> {
             }
         }
     }
-    // sum += probs values: each warp has every fourth unit of 16 columns.
+    // sum += probs values; each warp has every fourth group of 16 columns.
     static __device__ __forceinline__ void add(float (&sum)[QUADS][4], const bf16* probs,
                                                const bf16* values) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -123,10 +123,10 @@ template <> struct Products<float> {
     }
     static __device__ __forceinline__ void score(float* scores, const float* queries,
                                                  const float* keys) {
-        constexpr int AT_ONCE = THREADS / STEP;  // rows
+        constexpr int AT_ONCE = THREADS / STEP;  // rows that the block computes at once
         const int key = threadIdx.x % STEP, first = threadIdx.x / STEP;
         float s[ROWS / AT_ONCE] = {};
-#pragma unroll 1  // else too many registers hold what is loaded ahead
+#pragma unroll 1  // else loads ahead take too many registers
         for (int d = 0; d < D; d += 4) {
             const Vec<float> x = load_vec(keys + key * PITCH + d);
 #pragma unroll
@@ -157,13 +157,13 @@ template <> struct Products<float> {
 
 using Sums = float[Products<T>::QUADS][4];
 
-// -- rows of a cache: those of a head at a position
+// -- rows of a cache: a row belongs to one head at one position
 
-// Put elements column + [0, VECTOR) of a row.
+// Store elements column + [0, VECTOR) of a row in a cache.
 __device__ __forceinline__ void put(T* to, bf16* scale, const T* row, int column) {
     store_vec(to + column, load_vec(row + column));
 }
-// As codes, relative to the power of two with which the largest one is just not above 448.
+// Store them as codes, relative to the smallest power of two that keeps the row within 448.
 __device__ __forceinline__ void put(__nv_fp8_e4m3* to, bf16* scale, const T* row, int column) {
     float largest = 0.0f;
     for (int i = 0; i < HEAD_DIM; i += VECTOR) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ void put(__nv_fp8_e4m3* to, bf16* scale, const T* row
     if (column == 0) { *scale = __ushort_as_bfloat16(all == 255 ? 0x7FC0 : power << 7); }
 }
 
-// VECTOR codes, and what they stand for. scale: twice, in BF16.
+// VECTOR codes, and the numbers they stand for. scale: the BF16 scale, twice in a word.
 struct alignas(VECTOR) Codes {
     u32 word[VECTOR / 4];
 };

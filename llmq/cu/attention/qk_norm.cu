@@ -7,22 +7,22 @@
 //   backward   x_hat = rstd * raw      d_weight = sum over rows of d_row * x_hat
 //              d_row = rstd * (d_row * weight - x_hat * mean(d_row * weight * x_hat))
 //
-//   With OFFSET = 1 1 + weight takes the place of weight.
+//   OFFSET = 1: 1 + weight takes the place of weight.
 //
 // Data     declared in llmq/ops/attention/qk_norm.py. Value heads of qkv and d_qkv are not
-//          touched. rstd: of heads, with WIDE of queries and of keys. q_partial, k_partial: sums
-//          of a block; null with SUMS = 0.
+//          touched. rstd: one for each head; with WIDE one for a token's queries and one for its
+//          keys. q_partial, k_partial: each block's sums for d_weight; null with SUMS = 0.
 // Launch   the first query_blocks blocks loop over queries, the others over keys; at least one of
-//          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, 8 channels each or
-//          above 256 channels 16, HEADS_PER_LANE heads at a time. WIDE: a row lives in the registers of WARPS warps,
-//          VECTORS 16-byte vectors in each lane, blocks have at least 4 (forward) or 8 (backward)
-//          warps.
+//          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, each with 8 channels
+//          (16 if HEAD_DIM > 256) of HEADS_PER_LANE heads at a time. WIDE: a row lies in registers
+//          of WARPS warps, VECTORS 16-byte vectors in each lane; blocks have at least 4 (forward)
+//          or 8 (backward) warps.
 // Cost     forward: rows read once, written twice; backward: read twice, written once.
 // Needs    tokens * Hq < 2^31. All tensors are distinct.
 #include "common.cuh"
 #include "fp8.cuh"
 
-// Factor of a channel.
+// The factor by which a channel is multiplied.
 __device__ __forceinline__ float factor(T weight) {
     return OFFSET ? 1.0f + to_f32(weight) : to_f32(weight);
 }
@@ -32,7 +32,7 @@ __device__ __forceinline__ float factor(T weight) {
 constexpr int N = Vec<T>::N;
 constexpr int FORWARD_ROWS = block_rows(WARPS, 4), FORWARD_THREADS = 32 * WARPS * FORWARD_ROWS;
 constexpr int BACKWARD_ROWS = block_rows(WARPS, 8), BACKWARD_THREADS = 32 * WARPS * BACKWARD_ROWS;
-constexpr int SM_THREADS = 512;  // so many at least on an SM, for enough loads in flight
+constexpr int SM_THREADS = 512;  // an SM needs at least as many for enough loads in flight
 constexpr int FORWARD_BLOCKS = SM_THREADS / FORWARD_THREADS;
 constexpr int BACKWARD_BLOCKS = SM_THREADS / BACKWARD_THREADS;
 using Registers = Row<T, WARPS, VECTORS>;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
     __shared__ float column_sums[ROWS > 1 ? 32 * WARPS * VECTORS * N : 1];
     Sum<ROWS> row_sum{shared};
     const Part part(num_heads, num_kv_heads, query_blocks);
-    float d_weight[VECTORS][N] = {};  // of this thread's columns, over all its rows
+    float d_weight[VECTORS][N] = {};  // sums for this thread's columns over all its rows
     Registers weight;
     weight.load(part.query ? q_weight : k_weight, part.channels, true);
     for (i64 start = (i64)part.block * ROWS; start < tokens; start += (i64)part.blocks * ROWS) {
@@ -149,14 +149,14 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
 
 #else
 
-constexpr int N = HEAD_DIM > 256 ? 16 : 8;  // channels of a lane: a warp has the largest head
+constexpr int N = HEAD_DIM > 256 ? 16 : 8;  // channels of a lane: one warp holds the largest head
 constexpr int THREADS = 256;
 constexpr int FORWARD_THREADS = THREADS, BACKWARD_THREADS = THREADS;
-constexpr int FORWARD_BLOCKS = 1, BACKWARD_BLOCKS = 2;  // that the registers must do for
+constexpr int FORWARD_BLOCKS = 1, BACKWARD_BLOCKS = 2;  // on an SM: registers must suffice
 constexpr int GROUPS = THREADS / GROUP;
-constexpr int STEP = GROUPS * HEADS_PER_LANE;  // heads of a block at a time
+constexpr int STEP = GROUPS * HEADS_PER_LANE;  // heads that a block takes at a time
 
-// The heads that this block works on: all of one kind, numbered [0, total) through all tokens.
+// The heads that this block works on: either queries or keys, numbered [0, total) over all tokens.
 struct Heads {
     bool query;
     u32 block, blocks, per_token, first, stride, packed_stride, total;
@@ -171,7 +171,7 @@ struct Heads {
           packed_stride(stride + num_kv_heads),
           total((u32)tokens * per_token) {}
 
-    // Its place among all query and key heads, as in raw and rstd, and in the packed tensor.
+    // A head's place among all query and key heads (as in raw and rstd), and in the packed tensor.
     __device__ __forceinline__ i64 place(u32 head) const {
         return (i64)(head / per_token) * stride + first + head % per_token;
     }
@@ -262,7 +262,7 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
     const int column = threadIdx.x % GROUP * N;
     const bool inside = column < HEAD_DIM;
     Channels weight((heads.query ? q_weight : k_weight) + column, inside);
-    float d_weight[N] = {};  // of this thread's columns, over all its heads
+    float d_weight[N] = {};  // sums for this thread's columns over all its heads
     for (u32 start = heads.block * STEP; start < heads.total; start += heads.blocks * STEP) {
         Channels grad[HEADS_PER_LANE], x[HEADS_PER_LANE];
         float scale[HEADS_PER_LANE];

@@ -4,17 +4,17 @@
 //   backward   d_x = T(rstd * (d_value - value * mean(d_value * value)))
 //
 //   KEYS = 0   x: the value heads of qkv, in place; d_x takes the place of d_value in d_qkv.
-//   KEYS = 1   x: the key heads of product, whose query and key heads come into qkv; d_product: the
-//              query heads of d_qkv, and T(its key heads + d_x).
+//   KEYS = 1   x: the key heads of product; qkv also gets product's query and key heads. d_product:
+//              the query heads of d_qkv, and T(key heads of d_qkv + d_x).
 //
 // Data     declared in llmq/ops/attention/value_norm.py. product, d_product: null with KEYS = 0.
-// Launch   256 threads; a warp for every head of values, with KEYS = 1 of queries too; VECTORS
+// Launch   256 threads; a warp for each value head, with KEYS = 1 also for each query head; VECTORS
 //          vectors of 16 bytes in each lane.
-// Cost     what is given is read once, results written once. Memory-bound.
+// Cost     operands are read once, results written once. Memory-bound.
 // Needs    fewer than 2^31 heads.
 #include "common.cuh"
 
-#ifndef KEYS  // no preset launches it
+#ifndef KEYS  // no preset launches this kernel
 #define KEYS 1
 #endif
 #ifndef HEAD_DIM
@@ -27,7 +27,8 @@
 constexpr int N = Vec<T>::N;
 using Registers = Row<T, 1, VECTORS>;
 
-// The head of this warp: its token, its number among those that are worked on, and where these are.
+// This warp's head: its token, and its number among the token's heads that the kernel works on.
+// first: number of the first value head in qkv.
 struct Head {
     i64 token, head;
     bool active, query;
