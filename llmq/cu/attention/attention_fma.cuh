@@ -65,7 +65,8 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[R][C], const float* a
 }
 
 // sum += a b. a: (own x STEP), spread over the threads of a row, which exchange it in the shared
-// tile `scores`, from the thread's first row on. b: the thread's first column of a tile of STEP rows.
+// tile `scores`, from the thread's first row on. b: the thread's first column of a tile of STEP
+// rows.
 template <int R, int C>
 __device__ __forceinline__ void multiply_columns(float (&sum)[R][COLUMNS], const float (&a)[R][C],
                                                  float* scores, const float* b, int column) {

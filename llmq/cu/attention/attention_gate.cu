@@ -86,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // Data     out, d_out: T (batch, seq_len, heads, HEAD_DIM), 16-byte aligned. lse, without: F32 (batch,
 //          heads, seq_len). sinks: T (heads). partial: F32 (splits, heads).
 // Launch   256 threads. forward: a 16-byte vector each. backward: (tiles, splits) blocks; a tile
-//          has as many whole heads as 256 vectors of 16 bytes hold; a thread has a vector of each row.
+//          has as many whole heads as 256 vectors of 16 bytes hold; a thread has a vector of each
+//          row.
 // Cost     forward: out read and written once. backward: d_out and out read once. Memory-bound.
 // Needs    HEAD_DIM a multiple of 16 bytes, of at most 256 vectors. No split without rows.
 

@@ -257,8 +257,8 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
                   lane);
 }
 
-// Gradient of OWN keys and values (or one of the two), or of OWN queries, in tile `tile` of `head`, a
-// key/value head or a query head. With probabilities P, dP = dO V^T, dS = P * (dP - delta):
+// Gradient of OWN keys and values (or one of the two), or of OWN queries, in tile `tile` of `head`,
+// a key/value head or a query head. With probabilities P, dP = dO V^T, dS = P * (dP - delta):
 //   dV = P^T dO,   dK = scale dS^T Q               dQ = scale dS K
 // The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). With
 // BACKWARD_STAGES = 2 there are two tiles each of x and y: the next step's tiles arrive during this

@@ -5,8 +5,8 @@
 // of eight units are padded to an odd number of units.
 //
 // Sums of more than 256 columns do not fit into registers: two warps then share their rows. With
-// SCORE_PARTS = 2 each of the two warps multiplies half of the columns for the scores, and the warps
-// exchange sums, because reads of shared memory limit these kernels.
+// SCORE_PARTS = 2 each of the two warps multiplies half of the columns for the scores, and the
+// warps exchange sums, because reads of shared memory limit these kernels.
 #pragma once
 #include "ptx.cuh"
 
@@ -166,8 +166,8 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][OWN_D / 8][4],
     }
 }
 
-// Write this warp's 16 M rows of sums, times each row's factor, to columns from unit `first` on. The
-// rows pass through a part of shared memory that no other warp reads; row r < rows goes to
+// Write this warp's 16 M rows of sums, times each row's factor, to columns from unit `first` on.
+// The rows pass through a part of shared memory that no other warp reads; row r < rows goes to
 // `to + r * pitch`.
 template <int M>
 __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,

@@ -12,10 +12,11 @@
 //          C, the caches' type: T, or E4M3 codes relative to a power of two for each row of a head.
 //          scales: these powers, BF16 (blocks, BLOCK_SIZE, Hkv, 2), for keys and for values; null
 //          if C is T. sinks: T (Hq), each head's score for attending to nothing, or null.
-//          partial: F32 (S, n, Hq, splits, VALUE_DIM), weighted sums of values over SPLIT positions.
-//          stats: F32 (S, n, Hq, splits, 2), the split's largest score times log2(e), and its sum
-//          of probabilities. arrived: I32 (S tiles, Hkv), zeros before and after the kernel. T: BF16
-//          (tensor cores; probabilities are rounded before products) or F32. Sums and stats are F32.
+//          partial: F32 (S, n, Hq, splits, VALUE_DIM), weighted sums of values over SPLIT
+//          positions. stats: F32 (S, n, Hq, splits, 2), the split's largest score times log2(e),
+//          and its sum of probabilities. arrived: I32 (S tiles, Hkv), zeros before and after the
+//          kernel. T: BF16 (tensor cores; probabilities are rounded before products) or F32. Sums
+//          and stats are F32.
 // Launch   store: 256 threads, one for each 16 bytes of new keys, grid (blocks, S). attend, decode:
 //          128 threads and dynamic shared memory (llmq/ops/attention/paged.py); a block has ROWS
 //          pairs of query and head that share a key/value head. attend: grid (Hkv, S tiles).
@@ -50,8 +51,8 @@ __device__ __forceinline__ Factors merge(float& top, float& total, float more_to
     return f;
 }
 
-// A block's pairs of query and head: rows first_row + [0, ROWS) among a sequence's pairs whose heads
-// share one key/value head.
+// A block's pairs of query and head: rows first_row + [0, ROWS) among a sequence's pairs whose
+// heads share one key/value head.
 struct Block {
     const C *k, *v;     // caches, from the key/value head on
     const u32* scales;  // pairs of scales of keys and values, from the key/value head on

@@ -13,10 +13,10 @@
 //          touched. rstd: one for each head; with WIDE one for a token's queries and one for its
 //          keys. q_partial, k_partial: each block's sums for d_weight; null with SUMS = 0.
 // Launch   the first query_blocks blocks loop over queries, the others over keys; at least one of
-//          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, each with 8 channels
-//          (16 if HEAD_DIM > 256) of HEADS_PER_LANE heads at a time. WIDE: a row lies in registers
-//          of WARPS warps, VECTORS 16-byte vectors in each lane; blocks have at least 4 (forward)
-//          or 8 (backward) warps.
+//          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, each with 8
+//          channels (16 if HEAD_DIM > 256) of HEADS_PER_LANE heads at a time. WIDE: a row lies in
+//          registers of WARPS warps, VECTORS 16-byte vectors in each lane; blocks have at least 4
+//          (forward) or 8 (backward) warps.
 // Cost     forward: rows read once, written twice; backward: read twice, written once.
 // Needs    tokens * Hq < 2^31. All tensors are distinct.
 #include "common.cuh"

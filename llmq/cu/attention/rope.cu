@@ -1,10 +1,10 @@
 // rope.cu -- rotary position embedding of every query and key head of the packed QKV activation.
 //
 //   forward    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)   for the pairs (d, d + ROTARY/2)
-//              of the first ROTARY channels, then, by angles of 0, for those of the other channels
+//              of the first ROTARY channels; pairs of the other channels have angles of 0
 //   backward   the same with -sin
 //              LENGTHS = 1: query heads are also multiplied by lengths[position]
-//   fused      backward, and of its result the sums over tokens and the FP8 codes, if wanted
+//   fused      backward; optionally sums of the result over tokens, and FP8 codes of the result
 //
 // Data     declared in llmq/ops/attention/rope.py. Value heads of qkv and d_qkv do not change.
 //          table: cos, sin. HEAD_DIM and ROTARY are even, with WIDE = 1 and in the fused kernel
@@ -12,7 +12,7 @@
 //          starts[i], which may be negative. abs_max, with ABS_MAX = 1: raised to the largest
 //          |d_qkv|, value heads included. fused: partial, with BIAS = 1, sums over 64 tokens;
 //          codes, transposed (fp8.cuh), with CODES = 1, TRANSPOSED = 1, in the place of out.
-// Launch   128 threads, one thread for 16 bytes, without WIDE one element, of both halves of
+// Launch   128 threads; a thread has 16 bytes (one element without WIDE) of both halves of
 //          HEADS_PER_THREAD heads.
 //          fused: 256 threads, sizeof(FusedShared), a block for 64 tokens and up to block_tiles
 //          times 128 features, in a grid (across, down).
@@ -34,9 +34,10 @@ constexpr int N = WIDE ? Vec<T>::N : 1;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int HALF_VECTORS = HALF / N;
 constexpr bool PARTIAL = ROTARY < HEAD_DIM;
-constexpr int BLOCKS_ON_SM = sizeof(T) == 2 ? 3 : 2;  // that the fused kernel's registers do for
+constexpr int BLOCKS_ON_SM = sizeof(T) == 2 ? 3 : 2;  // of the fused kernel: registers suffice
 
-// The first channel of pair d of a head; neighbours, in steps that ROTARY / 2 is a multiple of.
+// The first channel of pair `pair` of a head. Neighbouring pairs have neighbouring channels, within
+// a step that divides ROTARY / 2.
 __device__ __forceinline__ u32 first_of(u32 pair) {
     return PARTIAL && pair >= ROTARY / 2 ? pair + ROTARY / 2 : pair;
 }
@@ -49,7 +50,7 @@ __device__ __forceinline__ u32 behind(u32 pair) {
 template <int COUNT> struct Angles {
     float cos[COUNT], sin[COUNT];
 
-    // Load from a row of the table, at the first pair. BACKWARD: opposite angles.
+    // Load angles from the first pair's place in a row of the table. BACKWARD: negate the angles.
     template <bool BACKWARD> __device__ __forceinline__ void load(const f32* row) {
         if constexpr (COUNT == 1) {
             cos[0] = row[0], sin[0] = BACKWARD ? -row[1] : row[1];
@@ -72,7 +73,7 @@ template <int COUNT> struct Angles {
     }
 };
 
-// N neighbours of a head.
+// N neighbouring elements of a head.
 #if WIDE
 using Piece = Vec<T>;
 __device__ __forceinline__ Piece load_piece(const T* p) { return load_vec(p); }
@@ -88,8 +89,8 @@ __device__ __forceinline__ void store_piece(T* p, const Piece& piece) { *p = pie
 __device__ __forceinline__ u32 peak_bits(const Piece& piece) { return abs_bits(to_f32(piece.x)); }
 #endif
 
-// Rotates this thread's heads. VALUES: it may have value heads too, and only reads those.
-// Returns the largest abs_bits of its heads after that.
+// Rotates this thread's heads. VALUES: the thread also reads value heads, which do not change.
+// Returns the largest abs_bits of the thread's heads after the rotation.
 template <bool BACKWARD, bool VALUES>
 __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64 tokens,
                                       i32 seq_length, i32 num_heads, i32 num_kv_heads,
@@ -103,7 +104,7 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
     const u32 chunk = thread / HALF_VECTORS % chunks, token = thread / HALF_VECTORS / chunks;
     if (token >= tokens) { return 0; }
 
-    // The heads chunk, chunk + chunks, ...: neighbouring threads work on neighbouring heads.
+    // The thread has heads chunk, chunk + chunks, ..., so that neighbours have neighbouring heads.
     T* const first = qkv + (i64)token * all * HEAD_DIM + first_of(pair);
     Piece x1[HEADS_PER_THREAD], x2[HEADS_PER_THREAD];
 #pragma unroll
@@ -160,7 +161,7 @@ rope_backward(T* d_qkv, const f32* __restrict__ table, i64 tokens, i32 seq_lengt
 
 // -- Fused ----------------------------------------------------------------------------------------
 
-// Four neighbours as they are stored: BF16 stays packed, two in a word.
+// Four neighbouring elements in their stored form: two BF16 elements stay packed in a word.
 struct alignas(4 * sizeof(T)) Quad {
     static constexpr bool PACKED = sizeof(T) == 2;
     u32 word[sizeof(T)];
@@ -178,7 +179,8 @@ struct alignas(4 * sizeof(T)) Quad {
             word[PACKED ? k / 2 : k] = PACKED ? to_pair(x[k], x[k + PACKED]) : __float_as_uint(x[k]);
         }
     }
-    // The largest abs_bits; of packed ones two, of the lower and of the upper halves of the words.
+    // The largest abs_bits; if PACKED, one for the lower halves and one for the upper halves of
+    // words.
     __device__ __forceinline__ u32 raise(u32 peak) const {
 #pragma unroll
         for (u32 bits : word) {
@@ -200,26 +202,26 @@ struct alignas(4 * sizeof(T)) Quad {
     }
 };
 
-// A tile: 64 tokens and 16 quads of both halves of a head, which may be of several heads. A thread
-// has 4 tokens and one quad of both halves; a warp 8 tokens and all quads.
+// A tile: 64 tokens and 16 quads of both halves of heads, of one head or several. A thread has 4
+// tokens and one quad of both halves; a warp has 8 tokens and all quads.
 constexpr int TILE_TOKENS = 64, TILE_QUADS = 16, THREADS = 256, WARPS = THREADS / 32;
-constexpr int HALF_QUADS = HALF < 4 ? 1 : HALF / 4;  // of smaller heads for nothing
-constexpr bool SAME_ANGLES = TILE_QUADS % HALF_QUADS == 0;  // in all tiles side by side
+constexpr int HALF_QUADS = HALF < 4 ? 1 : HALF / 4;  // unused if HALF < 4
+constexpr bool SAME_ANGLES = TILE_QUADS % HALF_QUADS == 0;  // in all tiles across the features
 
-// The column of d_qkv where this quad of all first halves begins.
+// The column of d_qkv where quad number `quad` of all heads' first halves begins.
 __device__ __forceinline__ i32 quad_column(u32 quad) {
     return quad / HALF_QUADS * HEAD_DIM + first_of(quad % HALF_QUADS * 4);
 }
-// Distance from a quad to the quad of the second halves.
+// Distance from a quad to its partner in the second half, in columns.
 __device__ __forceinline__ i32 quad_behind(u32 quad) { return behind(quad % HALF_QUADS * 4); }
 
-// The codes of a tile, a line of 64 bytes for each column. Column i of quad q is line i * 16 + q:
-// so 8 lanes read 16 bytes each in different banks, 32 lanes write 4 bytes each in 16 of them.
+// The codes of a tile, a line of 64 bytes for each column. Column i of quad q is line i * 16 + q: 8
+// lanes read 16 bytes each from different banks; 32 lanes write 4 bytes each to 16 banks.
 struct CodeTile {
     static constexpr int PLACES = TILE_TOKENS / 16;
     uint4 line[2][4 * TILE_QUADS][PLACES];
 
-    // This thread's codes of one half; a barrier must follow.
+    // Put this thread's codes of one half into the tile. A barrier must follow.
     __device__ __forceinline__ void put(int half, const u32 (&four)[4]) {
         const u32 quad = threadIdx.x % TILE_QUADS, rows = threadIdx.x / TILE_QUADS;
         u32 turned[4];
@@ -230,7 +232,8 @@ struct CodeTile {
             reinterpret_cast<u32*>(place)[rows % 4] = turned[i];
         }
     }
-    // Store the tile's part inside transposed (columns, turned), turned = turned_columns(tokens).
+    // Store the part of the tile that lies inside transposed: (columns, turned), with
+    // turned = turned_columns(tokens).
     template <class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 turned,
                                           u32 first_quad, i32 columns) const {
@@ -253,7 +256,7 @@ struct alignas(16) SumTile {
     static constexpr int LINES = 2 * 4 * TILE_QUADS;
     float sum[WARPS][LINES];
 
-    // This thread's; a barrier must follow.
+    // Put this thread's sums over its warp's tokens. A barrier must follow.
     __device__ __forceinline__ void put(const float (&x1)[4], const float (&x2)[4]) {
         const bool second = threadIdx.x & TILE_QUADS;
         Vec<f32> x;
@@ -264,7 +267,7 @@ struct alignas(16) SumTile {
         }
         store_vec(&sum[threadIdx.x / 32][threadIdx.x % 32 * 4], x);
     }
-    // By LINES threads: the sums over all tokens, to partial[column].
+    // LINES threads store the sums over the tile's tokens to partial[column].
     __device__ __forceinline__ void store(f32* partial, u32 first_quad, i32 columns) const {
         const u32 l = threadIdx.x % LINES;
         const u32 quad = first_quad + l / 4 % TILE_QUADS;
@@ -292,8 +295,8 @@ __device__ __forceinline__ void rotate(const Angles<4>& turn, float length, Quad
 }
 
 struct FusedShared {
-    Quad arriving[8][THREADS];  // of the next tile, for the thread that copies it
-    CodeTile codes[2];          // in turns: one barrier for each tile
+    Quad arriving[8][THREADS];  // quads of the next tile; a thread reads only its own copies
+    CodeTile codes[2];          // used in turns: one barrier for each tile
     SumTile sums[2];
 };
 
@@ -317,15 +320,15 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
     Angles<4> turn[4];
     float length[4];
 
-    // Begins to copy this thread's quads of tile t, which take no registers on the way.
+    // Starts asynchronous copies of this thread's quads of tile t, which take no registers.
     const auto fetch = [&](i32 t) {
         const u32 quad = t * TILE_QUADS + threadIdx.x % TILE_QUADS;
         const i32 column = quad_column(quad), second = quad_behind(quad);
-        const int there = column < columns ? (i32)tokens - row : 0;  // rows, of 4
+        const int there = column < columns ? (i32)tokens - row : 0;  // existing rows, of 4
         const T* from = d_qkv + (there > 0 ? (i64)row * columns + column : 0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const T* place = from + (i64)(i < there ? i : 0) * columns;  // may be read in any case
+            const T* place = from + (i64)(i < there ? i : 0) * columns;  // always a valid address
             const auto to = [&](int j) { return shared_address(&shared.arriving[j][threadIdx.x]); };
             cp_async_cached<sizeof(Quad)>(to(2 * i), place, i < there);
             cp_async_cached<sizeof(Quad)>(to(2 * i + 1), place + second, i < there);
@@ -360,7 +363,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
             y2[i] = shared.arriving[2 * i + 1][threadIdx.x];
         }
         if (t + 1 < end) { fetch(t + 1); }
-        if (head < heads && there > 0) {  // zeros behind the tokens stay without a sign
+        if (head < heads && there > 0) {  // keeps zeros after the last token without a sign
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 rotate(turn[i], LENGTHS && head < num_heads ? length[i] : 1.0f, y1[i], y2[i]);
@@ -376,7 +379,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
         for (int i = 0; i < 4; ++i) { peak = y2[i].raise(y1[i].raise(peak)); }
         peak = Quad::peak_bits(peak);
         largest = max(largest, peak);
-        if (FP8 && peak > __float_as_uint(encoder.limit)) {  // rules out saturation, which is rare
+        if (FP8 && peak > __float_as_uint(encoder.limit)) {  // rare: codes may saturate
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 encoder.count += y1[i].count_above(encoder.limit);

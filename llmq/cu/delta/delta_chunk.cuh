@@ -1,19 +1,20 @@
-// delta_chunk.cuh -- what the kernels of the gated delta rule and of state spaces share: a block's
-// position, factors of a chunk of 64 tokens, tiles that a scan prefetches, and sums of gradients.
+// delta_chunk.cuh -- code shared by the kernels of the gated delta rule and of state spaces: a
+// block's position, factors of a chunk of 64 tokens, tiles that a scan prefetches, and sums of
+// gradients.
 #pragma once
 #include "delta/delta_tiles.cuh"
 
-constexpr int CHUNK = 64, STAGES = 4;  // tokens; tiles of a Ring
+constexpr int CHUNK = 64, STAGES = 4;  // tokens of a chunk; tiles of a Ring
 constexpr int SLICE = DV % 64 ? 32 : 64;  // columns of v in a block of a scan
 constexpr int THREADS = 256, SCAN_THREADS = SLICE / 16 * 32;
-// Blocks per multiprocessor, which bound registers: of gradients, two fit on compute capability 9.0.
+// Blocks per multiprocessor, which bound registers. Two blocks of `gradients` fit on Hopper (9.0).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int GRADIENT_BLOCKS = sizeof(T) == 2 ? 2 : 1;
 #else
 constexpr int GRADIENT_BLOCKS = 1;
 #endif
 constexpr int PREPARE_BLOCKS = sizeof(T) == 2 ? 2 * GRADIENT_BLOCKS : 1;
-constexpr int FACTORS = 6;  // for every token of a chunk, in this order:
+constexpr int FACTORS = 6;  // factors of each token of a chunk, in this order:
 enum Factor { TO_KEY, FROM_QUERY, SUMS, FROM_STATE, KEY_LENGTH, QUERY_LENGTH };
 
 // The place of a block: a value head of a sequence, and how its rows lie in tensors.
@@ -46,26 +47,26 @@ struct Place {
     __device__ __forceinline__ i64 of_chunk(int chunk) const { return of_head() * chunks + chunk; }
 };
 
-// e^x; beside BF16 by one instruction, within 2^-20 where it counts.
+// e^x; with T = BF16 one instruction computes it, within 2^-20 where the result matters.
 __device__ __forceinline__ float exponential(float x) {
     return sizeof(T) == 2 ? exp2_approx(LOG2E * x) : expf(x);
 }
 
-// Sums of decays. Differences of neighbours' sums lose digits if decays are strong: with F32
-// tensors sums are F64. e^LEAST_DECAY is 0 in F32, so that stronger decays are cut to it.
+// Type of sums of decays: F64 for F32 tensors, because differences of neighbouring sums lose digits
+// if decays are strong. e^LEAST_DECAY is 0 in F32; stronger decays are cut to LEAST_DECAY.
 constexpr float LEAST_DECAY = -128.0f;
 template <class E> struct SumOf { using Type = float; };
 template <> struct SumOf<float> { using Type = double; };
 
-// A chunk's tokens, in shared memory. begin: first token of each token's document in the chunk, -1:
-// in front of the chunk. sums: of decays since then.
+// A chunk's tokens, in shared memory. begin: first token in the chunk of each token's document, or
+// -1 if the document begins before the chunk. sums: each token's sum of decays since begin.
 struct Chunk {
     using Sum = SumOf<T>::Type;
     int begin[CHUNK];
     Sum sums[CHUNK];
     float beta[CHUNK];
 
-    // A warp calls it: all tokens.
+    // One warp reads all tokens.
     __device__ __forceinline__ void read(const Place& at, int first, const float* __restrict__ gates,
                                          const int* __restrict__ starts, int carried) {
         float decays[2];
@@ -80,7 +81,7 @@ struct Chunk {
             const float decay = there && start != t ? gates[at.gate(t)] : 0.0f;
             decays[half] = decay < LEAST_DECAY ? LEAST_DECAY : decay;  // NaN stays
         }
-        Sum before = 0;  // of the first half
+        Sum before = 0;  // the first half's sum
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = lane_id() + 32 * half, from = max(begin[i], 0);
@@ -95,28 +96,28 @@ struct Chunk {
             sums[i] = total;
         }
     }
-    // From token j to token i.
+    // Product of decays from token j to token i; 0 in different documents or for j > i.
     __device__ __forceinline__ float decays(int i, int j) const {
         return j <= i && j >= begin[i] ? exponential(sums[i] - sums[j]) : 0.0f;
     }
 };
 
-// The factors of a chunk, in global memory.
+// Offset of a chunk's factors in global memory.
 __device__ __forceinline__ i64 of_factors(const Place& at, int chunk) {
     return at.of_chunk(chunk) * FACTORS * CHUNK;
 }
 
-// Tiles of 64 rows, STEPS for each turn of a loop, which arrive in shared memory STAGES - 1 steps
-// ahead of their use, and with the first one of a turn its factors to keys and from queries. Sources
-// has COLUMNS of each step, of<STEP>(turn): the tile in global memory, and known(turn): the factors.
+// Tiles of 64 rows, STEPS for each turn of a loop. Tiles arrive in shared memory STAGES - 1 steps
+// before their use; a turn's factors TO_KEY and FROM_QUERY arrive with its first tile. Sources has
+// COLUMNS of each step, the tile of<STEP>(turn) in global memory, and the factors known(turn).
 template <class Sources> struct Ring {
     static constexpr int STEPS = Sources::STEPS;
     static constexpr int STAGE_BYTES = CHUNK * ((DK > CHUNK ? DK : CHUNK) + 8) * 2;
     const Sources& sources;
     char* memory;
-    // Turns whose factors are in use or on their way: two, but three of two steps each.
+    // Number of turns whose factors are in use or under way: 2, or 3 if a turn has two steps.
     static constexpr int KNOWN = 1 + (STEPS + STAGES - 2) / STEPS;
-    float (*known)[2 * CHUNK];  // KNOWN of them
+    float (*known)[2 * CHUNK];  // factors of KNOWN turns
     int turns, slot = 0;
 
     template <int AHEAD = 0> __device__ __forceinline__ void start() {
@@ -125,7 +126,7 @@ template <class Sources> struct Ring {
             start<AHEAD + 1>();
         }
     }
-    // Step AHEAD of this turn, or of a later one.
+    // Start copying the tile AHEAD steps after the turn's first, which a later turn may use.
     template <int AHEAD> __device__ __forceinline__ void issue(int turn, int to) {
         constexpr int STEP = AHEAD % STEPS;
         turn += AHEAD / STEPS;
@@ -140,7 +141,7 @@ template <class Sources> struct Ring {
         }
         cp_async_commit();
     }
-    // The tile of this step; all threads call it, and are through with the step before.
+    // Returns the tile of this step. All threads call it, after their last use of the step before.
     template <int STEP> __device__ __forceinline__ Tile<T> next(int turn) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
@@ -155,10 +156,10 @@ template <class Sources> struct Ring {
     }
 };
 
-// Tiles of a scan: of a block's own columns (u, d_out), and what all blocks of a head read.
+// Tiles of a scan: OWN has the block's columns of u or d_out; all blocks of a head read the others.
 enum Kind { OWN, OF_W, KEYS, QUERIES, OF_SCORES };
 
-// The tiles of a scan in the order of their use, chunk by chunk, with BACK from the last chunk on.
+// The tiles of a scan in the order of use, chunk by chunk; BACK begins with the last chunk.
 template <bool BACK, Kind... KINDS> struct Scanned {
     static constexpr int STEPS = sizeof...(KINDS);
     static constexpr Kind KIND[STEPS] = {KINDS...};
@@ -188,14 +189,15 @@ template <bool BACK, Kind... KINDS> struct Scanned {
 
 constexpr int TILE = SLICE + 8;  // elements of a row of out or changes in shared memory
 
-// Factors of this lane's tokens of 64: columns of sums, inner indices of a left factor.
+// Factors of this lane's tokens among 64. Tokens are columns of sums, and inner indices of a left
+// factor.
 struct Tokens {
     const float* factors;
 
     __device__ __forceinline__ float2 at(int token) const {
         return load_two(factors + token + lane_column());
     }
-    // Columns of 16 tokens, from this one on.
+    // Multiply the columns of 16 tokens, from `token` on, by their factors.
     __device__ __forceinline__ void scale(Sums& d, int token) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -217,9 +219,10 @@ template <class Use> __device__ __forceinline__ void each_place(Sums& sums, int 
              [&](int v, int channel, float& x) { use(x, channel * DV + v); });
 }
 
-// The part of a state that a warp has, transposed: 16 columns of v, from `value` of the block's SLICE
-// on, and all channels of keys. BF16: in registers. F32, whose factors need twice as many: in shared
-// memory, each thread its elements, DK * SLICE for a block.
+// A warp's part of a state, transposed: 16 columns of v, from `value` of the block's SLICE on, and
+// all channels of keys. BF16 states lie in registers. F32 factors need twice as many registers, so
+// that F32 states lie in shared memory, DK * SLICE elements for a block; a thread uses only its
+// own.
 struct State {
     static constexpr int TILES = DK / 16;
     static constexpr bool IN_REGISTERS = sizeof(T) == 2;
@@ -229,7 +232,7 @@ struct State {
 
     __device__ __forceinline__ explicit State(void* memory)
         : own(reinterpret_cast<float*>(memory) + threadIdx.x) {}
-    // Calls use(n, sums) for 16 channels after the other.
+    // Calls use(n, sums) for each 16 channels in order.
     template <class Use> __device__ __forceinline__ void each_tile(Use use) {
         if constexpr (IN_REGISTERS) {
 #pragma unroll
@@ -242,7 +245,7 @@ struct State {
                     S[0][i / 4][i % 4] = own[(n * 8 + i) * SCAN_THREADS];
                 }
                 use(n, S[0]);
-                __syncwarp();  // the next tile is not loaded before that: registers are few
+                __syncwarp();  // delays loads of the next tile, because registers are few
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     own[(n * 8 + i) * SCAN_THREADS] = S[0][i / 4][i % 4];
@@ -279,7 +282,7 @@ struct State {
             each_tile([&](int n, Sums& sums) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    Left<T> a = get(k);  // derived values must not be held: registers are few
+                    Left<T> a = get(k);  // computed anew each time, because registers are few
                     arrived(reinterpret_cast<float (&)[sizeof(a) / 4]>(a));
                     multiply(sums, a, right<false>(rows, k * 16, n * 16));
                 }
@@ -304,7 +307,7 @@ struct State {
     }
 };
 
-// A tile (64 tokens, SLICE) in shared memory to rows of a tensor, in 16-byte pieces.
+// Copy a tile (64 tokens, SLICE) from shared memory to rows of a tensor, in 16-byte pieces.
 __device__ __forceinline__ void copy_out(T* to, i64 pitch, int rows, const T* tile) {
     constexpr int UNITS = SLICE / Vec<T>::N;
     for (int i = threadIdx.x; i < CHUNK * UNITS; i += SCAN_THREADS) {
@@ -315,7 +318,8 @@ __device__ __forceinline__ void copy_out(T* to, i64 pitch, int rows, const T* ti
     }
 }
 
-// This block's columns of a chunk from a tile in shared memory: of changes or their gradients; of out.
+// Copy a tile in shared memory to this block's columns of a chunk: put_changes to changes or their
+// gradients, the next function to out.
 __device__ __forceinline__ void put_changes(T* changes, const Place& at, int c, const T* tile) {
     copy_out(changes + at.of_chunk(c) * CHUNK * DV + blockIdx.x * SLICE, DV, CHUNK, tile);
 }
@@ -324,8 +328,9 @@ __device__ __forceinline__ void put_out(T* out, const Place& at, int c, const T*
     copy_out(out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, at.seq_len - first, tile);
 }
 
-// 16 x 16 sums of pairs of tokens times the decays from one to the other, and over lengths: of_k of two
-// keys, times sign and beta of the later one, 0 but below the diagonal; of_q of a query and a key.
+// Multiply 16 x 16 products of token pairs by the decays between the two tokens, and divide by the
+// lengths. of_k: products of two keys, also times sign and the later token's beta, 0 on and above
+// the diagonal. of_q: products of a query and a key.
 __device__ __forceinline__ void scale_pairs(Sums& of_k, Sums& of_q, const Chunk& chunk, float sign,
                                             const float* k_length, const float* q_length, int row,
                                             int column) {
@@ -344,7 +349,7 @@ __device__ __forceinline__ void scale_pairs(Sums& of_k, Sums& of_q, const Chunk&
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const int j = column + n / 2 * 8 + lane_column() + n % 2, e = n % 2 + 2 * r;
-            // No branch: threads would diverge.
+            // A branch would let threads diverge.
             const float decay = exponential(sum_i - sum[n]) * length[n];
             const float factor = j <= i && j >= begin ? decay : 0.0f;
             of_k[n / 2][e] = j < i ? of_k[n / 2][e] * (by_key * factor) : 0.0f;
@@ -372,10 +377,11 @@ __device__ __forceinline__ void put_dots(float* to, float (&dot)[2]) {
     }
 }
 
-constexpr bool COPIED = sizeof(T) == 2;  // tiles to shared memory; of F32, registers hold less
+constexpr bool COPIED = sizeof(T) == 2;  // tiles are copied to shared memory: BF16 only
 
-// The gradient of 16 rows of queries or keys: this warp's DK / 2 columns. BF16: in registers. F32,
-// whose factors take the registers: in `to`, the result's memory; rows from `rows` on are always 0.
+// The gradient of 16 rows of queries or keys in this warp's DK / 2 columns. BF16: in registers. F32
+// factors take the registers, so that F32 gradients lie in `to`, the result's memory. Rows from
+// `rows` on are always 0.
 struct Gradient {
     static constexpr int TILES = DK / 32;
     T* const to;
@@ -389,7 +395,7 @@ struct Gradient {
             for (int i = 0; i < 8; ++i) { sums[i / 4][i % 4] = 0.0f; }
         });
     }
-    // Calls use(c, sums) for 16 columns after the other.
+    // Calls use(c, sums) for each 16 columns in order.
     template <class Use> __device__ __forceinline__ void each(Use use) {
         if constexpr (COPIED) {
 #pragma unroll
