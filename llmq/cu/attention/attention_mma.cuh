@@ -303,7 +303,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const int warp_all = OWN_KEYS ? 0 : sight.first_key(warp_last);
     const int warp_first = OWN_KEYS ? 0 : sight.first_key(warp_own);
     __shared__ float spoiled[STEP];
-    int next_row = first * STEP, next_head = 0;  // row and head, within the group, of the step to load
+    int next_row = first * STEP, next_head = 0;  // row and the group's head of the next load
     auto load_step = [&](int stage) {
         const SharedAddress x = stages + stage * STAGE_BYTES, y = x + STEP * ROW_BYTES;
         load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * HEAD_DIM : k, pitch, next_row, seq_len);

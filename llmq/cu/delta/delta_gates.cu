@@ -2,23 +2,23 @@
 // and value head.
 //
 //   forward    decay = -exp(a_log) * step     step = max(softplus(a + dt_bias), least)
-//              beta = sigmoid(b), of a state space step
-//   backward   d_b = d_beta * beta * (1 - beta);  d_step = d_decay * -exp(a_log), of a state space
-//              + d_beta;   d_a = d_step * sigmoid(a + dt_bias), 0 where step is `least`
+//              beta = sigmoid(b); in a state space beta = step
+//   backward   d_b = d_beta * beta * (1 - beta);  d_step = d_decay * -exp(a_log), plus d_beta in a
+//              state space;   d_a = d_step * sigmoid(a + dt_bias), 0 where step is `least`
 //              d_a_log = sum over rows of d_decay * decay;   d_dt_bias = sum over rows of d_a
 //
 // Data     declared in llmq/ops/delta/delta_gates.py. x, d_x: b from column `offset` on, then a,
-//          `heads` each; of a state space a alone. gates, d_gates: decays, betas. a_log_partial,
-//          dt_bias_partial: sums of a block.
+//          `heads` columns each; a state space has only a. gates, d_gates: decays, then betas.
+//          a_log_partial, dt_bias_partial: each block's sums.
 // Launch   256 threads, a head in each lane, a row in each warp; grid (heads / 32, rows / 32), both
 //          rounded up.
 // Cost     b, a and gates read or written once. Memory-bound, and small.
-// Needs    every element of a sum is added by one thread, in a fixed order.
+// Needs    nothing. One thread adds each sum's elements in a fixed order.
 #include "common.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32;
 
-// As torch has it.
+// softplus with torch's threshold of 20.
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // Calls use(row, head) for this thread's rows of a block.

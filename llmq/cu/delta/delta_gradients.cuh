@@ -1,8 +1,10 @@
-// delta_gradients.cuh -- gradients of the gated delta rule's inputs, of each chunk alone: delta_rule.cu.
+// delta_gradients.cuh -- gradients of the gated delta rule's inputs, for each chunk alone. The
+// kernel is in delta_rule.cu.
 #pragma once
 #include "delta/delta_chunk.cuh"
 
-// x += a() right(c), y += b() right(c), of columns c. F32 reads right factors twice.
+// x += a() right_of(c) and y += b() right_of(c), for each 16 columns c. F32 reads right factors
+// twice.
 template <class A, class B, class C>
 __device__ __forceinline__ void multiply_both(Gradient& x, A a, Gradient& y, B b, C right_of) {
     if constexpr (COPIED) {
@@ -21,8 +23,8 @@ __device__ __forceinline__ void multiply_both(Gradient& x, A a, Gradient& y, B b
     }
 }
 
-// Adds a right(c) to columns c of x, and its products with those of `factors` to dot. F32: sums that are
-// kept together in x cannot be told apart again without losing digits.
+// Adds p = a right_of(c) to columns c of x, and dot products of the rows of p and `factors` to dot.
+// p has sums of its own: subtracting the old x from the new would lose digits in F32.
 template <class B>
 __device__ __forceinline__ void multiply_dot(Gradient& x, const Left<T>& a, B right_of,
                                              const Tile<T>& factors, int row, int column,
@@ -37,17 +39,19 @@ __device__ __forceinline__ void multiply_dot(Gradient& x, const Left<T>& a, B ri
 }
 
 constexpr int WIDE = DK > DV ? DK : DV, SQUARE = CHUNK + 8;  // elements of rows in shared memory
-constexpr int AHEAD = STATE_ROWS == 32 ? 1 : 2;  // slices of STATE_ROWS that are loaded before
-// True if keys, and values of the next head, are loaded while others are in use.
+constexpr int AHEAD = STATE_ROWS == 32 ? 1 : 2;  // slices of STATE_ROWS rows loaded ahead of use
+// True if keys and the next head's values are loaded while other tiles are in use.
 constexpr bool EARLY = COPIED && STATE_ROWS == 32 && DV % 64 == 0;
-// With little shared memory rows are divided unevenly, and the next head waits for the last gates.
+// With little shared memory (SIDES = 1) warps have uneven shares of rows, and the next head waits
+// for the last head's gates.
 constexpr int SIDES = EARLY ? 2 : 1;
 
-// F32: the gradient of a token's decay as a sum of what passes it, of which nothing is taken away again:
-// what later tokens read of earlier ones, and of the state in front, and what earlier ones leave behind.
+// In F32 the gradient of a token's decay is a sum without subtractions, over all terms that pass
+// the token: reads of earlier tokens and of the state in front by later tokens, and contributions
+// of earlier tokens to the state behind.
 //
-// Terms of pairs of tokens, the first reads the second: 16 rows, 32 columns. squares: gradients of
-// products of queries and keys, and of keys.
+// Store the terms of token pairs, in which row reads column: 16 rows, 32 columns. squares:
+// gradients of products of queries with keys, and of keys with keys.
 __device__ __forceinline__ void put_pairs(T* pairs, T* const (&squares)[2], const Tile<T>& q,
                                           const Tile<T>& k, int row, int column) {
 #pragma unroll 1
@@ -66,12 +70,12 @@ __device__ __forceinline__ void put_pairs(T* pairs, T* const (&squares)[2], cons
         put_tile<false>(pairs, SQUARE, row, c, of_k);
     }
 }
-// The gradient of this thread's token, without the state that passes the token. All threads call
-// it; overwrites pairs.
+// The gradient of the decay of this thread's token, without the term of the state that passes the
+// token. All threads call this function, which overwrites `pairs`.
 __device__ __forceinline__ float crossing_of(T* pairs, const float (&front)[2][CHUNK],
                                              const float (&behind)[2][CHUNK]) {
     const int t = threadIdx.x;
-    if (t < CHUNK) {  // a row: sums of all before a column
+    if (t < CHUNK) {  // replace row t by sums over the columns before each
         float sum = 0.0f;
         for (int j = 0; j <= t; ++j) {
             const float x = to_f32(pairs[t * SQUARE + j]);
@@ -90,7 +94,7 @@ __device__ __forceinline__ float crossing_of(T* pairs, const float (&front)[2][C
     return total;
 }
 
-// The kernel, on `memory`.
+// The kernel's body. memory: dynamic shared memory.
 __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gates, const T* d_out,
                                           const T* changes, const T* d_changes, const T* states,
                                           const T* d_states, const T* inverse, const float* factors,
@@ -100,7 +104,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     __shared__ float lengths[2][CHUNK], dots[COPIED ? 1 : 3][2][CHUNK], of_change[CHUNK];
     __shared__ float of_value[2 * SIDES][CHUNK];
     __shared__ float reduced[THREADS / 32];
-    __shared__ float queried[CHUNK];  // products of q and d_q of heads before; F32: what crosses a token
+    __shared__ float queried[CHUNK];  // dots of q and d_q over earlier heads; F32: crossing_of
     __shared__ Scale<T> by[3][CHUNK];
     enum { OF_KEY, OF_QUERY, OF_REST };  // lengths, by
     enum Dot { DOT_QUERY, IN_FRONT, BEHIND };  // these two: F32
@@ -110,7 +114,8 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     T* const big = squares[1] + CHUNK * SQUARE;
     T* const change_memory = big + 2 * BIG;
     T* const last_slice = change_memory + CHUNK * (DV + 8);  // where values are, if EARLY
-    // place: gradients of a head's changes, then slices of states, then keys. other: other tiles.
+    // place: a head's gradients of changes, then slices of states, then keys. other: the other
+    // buffer.
     const auto place = [&](int h) { return big + (EARLY ? h % 2 * BIG : 0); };
     const auto other = [&](int h) { return big + (EARLY ? (h + 1) % 2 * BIG : BIG); };
     const int index = blockIdx.z;
@@ -135,7 +140,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         v = stage<CHUNK, DV, THREADS, true>(EARLY ? last_slice : rests, qkv + at.value(first),
                                       at.columns(), rows);
     };
-    // One head ahead.
+    // Start copying head h's tiles, one head ahead of their use.
     const auto stage_changes = [&](int h) {
         if (h < group) {
             const i64 from = head(h).of_chunk(index) * CHUNK * DV;
@@ -166,7 +171,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         };
         int from = first;
         const auto stage_keys = [&] {
-            forget(from);  // or addresses would stay in registers from head to head
+            forget(from);  // else addresses would stay in registers from head to head
             k = stage<CHUNK, DK, THREADS>(other(h + 1), qkv + at.key(from), at.columns(), rows);
         };
         const auto slice = [&](int n) {
@@ -185,7 +190,8 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         const Tile<T> d_o =
             stage<CHUNK, DV, THREADS, true>(other(h), d_out + at.out(first), stride, rows);
         cp_async_commit();
-        // Not by the warp that still computes gradients of the last head's gates.
+        // Threads of other warps than the one that still computes the last head's gradients of
+        // gates.
         const float* const known = factors + of_factors(at, index);
         const int token = i - CHUNK;
         float of_rest = 0.0f;
@@ -203,7 +209,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         if (token >= 0 && token < CHUNK) { by[OF_REST][token].set(chunk.beta[token] * of_rest); }
         forget(from);
 #pragma unroll 1
-        for (int side = 0; side < SIDES; ++side) {  // rows that take many products, then such that take few
+        for (int side = 0; side < SIDES; ++side) {  // rows with many products, then rows with few
             const int row = side ? CHUNK - 16 - m : m;
             float dot[2] = {};
             constexpr int TOGETHER = COPIED && DV % 64 == 0 ? 2 : 1, STEP = 16 * TOGETHER;  // tiles
@@ -233,11 +239,12 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             }
             put_dots(of_value[2 * side + half] + row, dot);
         }
-        // The products of the gradient of the state behind with that state, this thread's share. That state
-        // is the one in front, decayed, and what changes add; F32: only the first of both.
+        // This thread's share of the dot product of the state behind and its gradient. The state
+        // behind is the decayed state in front plus the terms of changes; F32 takes only the
+        // decayed state.
         float both = 0.0f;
         const int seen = chunk.begin[CHUNK - 1];  // the first token that the state behind sees
-        if (COPIED) {  // of changes with all of their gradients, from which that of scores is taken below
+        if (COPIED) {  // terms of changes; their whole gradients include the scores' part
             Sums products = {};
 #pragma unroll
             for (int c = v_column; c < v_column + DV / 2; c += 16) {
@@ -269,7 +276,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             }
         }
         float from_front[2] = {}, to_behind[2] = {};
-        Sums products = {};  // of 16 of v with each other, 16 channels of keys in a warp
+        Sums products = {};  // 16 x 16 columns of v, over a warp's 16 channels of keys
         if constexpr (!COPIED) {
             k = {qkv + at.key(first), at.columns(), rows};
             q = {qkv + at.query(first), at.columns(), rows};
@@ -331,7 +338,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             __syncthreads();
         }
         const Tile<T> scores = {squares[0], SQUARE, CHUNK}, system = {squares[1], SQUARE, CHUNK};
-        // 16 rows of sums take as many products in both parts, wherever they are.
+        // Together the two loops below take equally many products for all values of m.
         const auto add = [&](Gradient& to, const Left<T>& a, const Tile<T>& rows, int n) {
             to.each([&](int c, Sums& sums) {
                 multiply(sums, a, right<false>(rows, n, k_column + 16 * c));
@@ -367,10 +374,10 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         if (i % 32 == 0) { reduced[i / 32] = both; }
         put_dots(dots[DOT_QUERY][half] + m, of_q);
         __syncthreads();
-        // The gradient of the sum of decays up to a token, and of all those behind it that have it. One warp
-        // makes them, and the others go on to the next head.
+        // The gradient of a token's decay sums the gradients of the decay sums at this token and at
+        // later tokens of its document. One warp computes it while others go on to the next head.
         if (warp_id() == 0) {
-            float of_last = 0.0f, of_second = 0.0f;  // that of token 32
+            float of_last = 0.0f, of_second = 0.0f;  // of_second: token 32's
 #pragma unroll
             for (int w = 0; w < THREADS / 32; ++w) { of_last += reduced[w]; }
 #pragma unroll

@@ -1,40 +1,42 @@
-// delta_rule.cu -- the gated delta rule, forward and backward, in chunks of 64 tokens; and by
-// tokens, for texts that go on.
+// delta_rule.cu -- the gated delta rule, forward and backward, in chunks of 64 tokens; and token by
+// token, for generation.
 //
 //   S = S * exp(decay);  change = beta * (v - S^T k);  S = S + k change^T;  out = S^T q / sqrt(DK)
 //
 //   prepare        of each chunk alone: inverse = (1 + lower(beta * (k k^T) * D))^-1,
 //                  u = inverse (beta * v), w = inverse (beta * E * k), scores = lower((q k^T) * D)
 //   scan           from chunk to chunk: change = u - w S, out, the next S
-//   states         the same without out: the states in front of chunks and the changes
+//   states         scan without out: stores the states in front of chunks, and the changes
 //   scan_backward  from the last chunk to the first: gradients of the states behind chunks and of
 //                  the changes
 //   gradients      of each chunk alone: of q, k, v, decays and betas
 //   recurrence     token by token
 //
-//   The reference has the formulas. q and k are divided by their lengths, and scores and out have
-//   1 / sqrt(DK): sums are multiplied by that, q and k stay as they are. D: the decays from one
-//   token to another of its document, else 0; E: from the state in front. A state begins with 0
-//   where a document does.
+//   The reference has the formulas. q and k are divided by their lengths, scores and out by
+//   sqrt(DK): kernels multiply sums by these factors and leave q and k unchanged. D: decay from one
+//   token to another of the same document, else 0; E: decay from the state in front to a token. A
+//   document begins with a state of 0.
 //
 // Data     declared in llmq/ops/delta/delta_rule.py. qkv: query, key, then value heads; value head
 //          h has the keys of head h * Hk / Hv. gates: decays (logarithms), betas. inverse: blocks
 //          of 16 x 16 above the diagonal hold anything. factors: named in delta_chunk.cuh. state,
 //          d_state: overwritten, or null. starts: first position of each token's document, or
 //          null: then all tokens see the state if `carried`.
-// Launch   dynamic shared memory as llmq/ops/delta/delta_rule.py says, less than 100 KB but where there is
-//          more. prepare: 256 threads, grid (Hv, B, chunks), from the last chunk on; gradients: 256
-//          threads, grid (Hk, B, chunks), over the value heads of each key: L2 still has what scans
-//          begin with, or wrote last. scan, states, scan_backward: two threads for each of 64 columns
-//          of v, or 32 if DV is no multiple of 64, grid (DV / 64, Hv, B); recurrence: 128 threads,
-//          grid (DV / 32, Hv, B). A warp of a scan has 16 columns of v of a state in registers, F32,
-//          transposed: as the left factor of its next product it is rounded to T there, and no warp
-//          waits for another's. .._sm90 (delta_sm90.cuh): 192 threads, grid (2, Hv, B) in clusters
-//          of 2.
+// Launch   dynamic shared memory as llmq/ops/delta/delta_rule.py says, less than 100 KB on GPUs
+// that
+//          have no more. prepare: 256 threads, grid (Hv, B, chunks), last chunk first; gradients:
+//          256 threads, grid (Hk, B, chunks), a loop over each key head's value heads. These orders
+//          reuse L2: scans begin with tiles just written, gradients with a scan's last. scan,
+//          states, scan_backward: two threads for each of 64 columns of v (32 if DV is no multiple
+//          of 64), grid (DV / 64, Hv, B); recurrence: 128 threads, grid (DV / 32, Hv, B). A scan's
+//          warp holds 16 columns of v of a state in registers, F32, transposed: rounded to T, the
+//          registers are the left factor of the warp's next product, and no warp waits for
+//          another's state. .._sm90 (delta_sm90.cuh): 192 threads, grid (2, Hv, B) in clusters of
+//          2.
 // Cost     products on the tensor cores, FMAs for a token and a value head: prepare 64 (DK + DV) +
 //          128 DK, states 2 DK DV, scan 3 DK DV + 64 DV, scan_backward 3 DK DV + 64 DV,
-//          gradients 3 DK DV + 64 (3 DV + 4 DK). All tensors are read and written once; what the
-//          blocks of a scan share, DV / 64 times, on Hopper once.
+//          gradients 3 DK DV + 64 (3 DV + 4 DK). All tensors are read and written once, but tensors
+//          that a scan's blocks share DV / 64 times (once on Hopper).
 // Needs    sm_80; .._sm90: sm_90a, BF16, DK 64 or 128, DV 128, seq_len a multiple of 64 or B = 1. DK, DV
 //          multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element is summed by one
 //          thread, or one warp, in a fixed order.
@@ -44,19 +46,19 @@
 
 constexpr int SYSTEM = CHUNK + 8;  // floats of a row in shared memory
 constexpr int LANE_KEYS = DK / 32;
-constexpr float EPS = 1e-6f;  // of lengths of queries and keys
+constexpr float EPS = 1e-6f;  // added to squared lengths of queries and keys
 
 __device__ __forceinline__ float query_scale() { return 1.0f / sqrtf((float)DK); }
 
-// Replace system, read below the diagonal, by (1 + system)^-1; the first 32 columns of the last 32
-// rows go to the last columns of the first rows (solved_at). Diagonal blocks by substitution, lower
-// blocks by products: of (a, 0; x, b) the third is -b x a. All threads call it, and wait for each
-// other afterwards.
+// Replace `system`, whose part below the diagonal is read, by (1 + system)^-1. The first 32 columns
+// of the last 32 rows go to the last columns of the first rows (solved_at). Diagonal blocks come
+// from substitution, lower blocks from products: with inverted diagonal blocks a and b, block x
+// becomes -b x a. All threads call this function and wait for each other afterwards.
 __device__ __forceinline__ void invert(float* system) {
     constexpr bool EXACT = sizeof(T) == 4;
     const int warp = warp_id(), column = lane_id() % 16;
     const Tile<float, true> tile = {system, SYSTEM, CHUNK};
-    if (warp < 2) {  // two blocks of the diagonal, a column in each lane, and the one below
+    if (warp < 2) {  // two diagonal blocks, a column in each lane, and the block below
         const int from = warp * 32, row = from + 16;
         float* const block = system + (from + lane_id() / 16 * 16) * (SYSTEM + 1);
         float x[16];
@@ -104,8 +106,8 @@ __device__ __forceinline__ const float* solved_at(const float* solved, int row, 
     return solved + row * SYSTEM + column + (moved ? 32 - 32 * SYSTEM : 0);
 }
 
-// To 64 rows of WIDTH: solved, its columns times factors, times a tile. A warp has a half of 16
-// rows, from 16 m on.
+// Write (solved, its columns times factors) times a tile to `to`: 64 rows of WIDTH elements. A warp
+// computes half the columns of 16 rows, from row 16 m on.
 template <int WIDTH>
 __device__ __forceinline__ void apply(T* to, const float* solved, const Tile<T>& tile,
                                       const float* factors, int m) {
@@ -201,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
         if (scores) { put(scores + (of_chunk * CHUNK + m) * CHUNK + c, CHUNK, 16, qk[n]); }
     }
     __syncthreads();
-    if (i >= THREADS - CHUNK) {  // by warps that do not invert
+    if (i >= THREADS - CHUNK) {  // warps that do not invert
         const int t = i - (THREADS - CHUNK);
         const float sum = chunk.sums[t];
         const float from_state = chunk.begin[t] < 0 ? exponential(sum) : 0.0f;
@@ -217,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     invert(system);
     cp_async_wait<0>();
     __syncthreads();
-    // Rows that take many products in one of both take few in the other.
+    // A warp whose rows take many products for u takes few for w.
     apply<DV>(u + of_chunk * CHUNK * DV, system, v, chunk.beta, m / 16);
     apply<DK>(w + of_chunk * CHUNK * DK, system, k, of_w, 3 - m / 16);
     if (inverse) {
@@ -275,7 +277,7 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
             }
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                if constexpr (!State::IN_REGISTERS) {  // 16 tokens after the other, in few registers
+                if constexpr (!State::IN_REGISTERS) {  // 16 tokens at a time: registers are few
                     here.each_tile([&](int k, Sums& sums) {
                         multiply(read[n], to_left<T>(sums), right<true>(queries, k * 16, n * 16));
                     });
@@ -404,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(RECURRENCE_THREADS)
     for (int n = 0; n < OWN; ++n) { S[n] = there[(i64)(from + n) * DV]; }
     for (int t = 0; t < seq_len; ++t) {
         __syncthreads();
-        if (warp_id() < 2) {  // the query, the key
+        if (warp_id() < 2) {  // warp 0 has the query, warp 1 the key
             const T* row = qkv + (warp_id() ? at.key(t) : at.query(t));
             float x[LANE_KEYS], squares = 0.0f;
 #pragma unroll
@@ -453,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(RECURRENCE_THREADS)
 
 #if __CUDA_ARCH__ < 900
 #undef __cluster_dims__
-#define __cluster_dims__(...)  // which GPUs before Hopper do not have
+#define __cluster_dims__(...)  // GPUs before Hopper have no clusters
 #endif
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THREADS, 1)

@@ -1,18 +1,18 @@
 // delta_sm90.cuh -- scans of the gated delta rule on Hopper: delta_rule.cu.
 //
-// Chunks wait for each other, so that a scan takes as long as one block needs for a chunk. A block has 64
-// of the 128 columns of v of a head, and a warpgroup of it does nothing but products, with the state in
-// registers, F32, transposed: rounded it is the left factor of the next one. Each runs while the warps
-// prepare the factors of another. One thread loads tiles (TMA) some chunks ahead, which a warpgroup's
-// product reads once for four warps; of what both blocks of a head need it loads half, for both. Another
-// thread stores results.
+// Chunks wait for each other, so that the time of a chunk in one block bounds a scan. A block has
+// 64 of a head's 128 columns of v. One warpgroup of the block only multiplies, with the state in
+// registers, F32, transposed: the rounded state is the left factor of the next product. A product
+// runs while the warps prepare the factors of another. One thread loads tiles (TMA) some chunks
+// ahead; a warpgroup's product reads a tile once for four warps. Each of a head's two blocks loads
+// half of their common tiles for both. Another thread stores results.
 #pragma once
 #include "delta/delta_chunk.cuh"
 
 constexpr int CLUSTER = 2, CHAIN_WARPS = 4, CHAIN_THREADS = 192;
-constexpr int CHANNELS = DK % 64 ? 64 : DK;  // of keys; with others there is no such scan
+constexpr int CHANNELS = DK % 64 ? 64 : DK;  // channels of keys; a placeholder if DK % 64 != 0
 constexpr int CHANNEL_TILES = CHANNELS / 16, CHANNEL_BOXES = CHANNELS / 64;
-constexpr int KNOWN_BYTES = (FROM_STATE + 1) * CHUNK * 4;  // of factors
+constexpr int KNOWN_BYTES = (FROM_STATE + 1) * CHUNK * 4;  // a chunk's factors
 
 // Tiles of 64 rows as load_box writes them (ptx.cuh): columns lie in boxes of 64.
 struct Boxes {
@@ -24,8 +24,8 @@ struct Boxes {
     }
 };
 
-// Starts sums = a[0 .. K - 1] (16 rows of each warp) times a tile whose rows are the inner dimension, or
-// (turned) the columns, or with ADD sums +=. sums must not be touched before finish_products.
+// Starts sums = (ADD: +=) a[0 .. K - 1] (16 rows of each warp) times a tile, whose rows are the
+// inner dimension, or with TURNED the columns. sums must not be touched before finish_product.
 template <bool TURNED, bool ADD, int K, int N>
 __device__ __forceinline__ void start_product(Sums (&sums)[N], const Left<bf16> (&a)[K],
                                               const Boxes& tile) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void round_left(Left<bf16> (&a)[N], const Sums (&sums
     for (int n = 0; n < N; ++n) { a[n] = to_left<bf16>(sums[n]); }
 }
 
-// Each warp's 16 rows to a tile, as they are or (turned) as its columns.
+// Write each warp's 16 rows to a tile, as rows or with TURNED as columns.
 template <bool TURNED, int N>
 __device__ __forceinline__ void put_left(const Boxes& to, const Left<bf16> (&a)[N]) {
     const int lane = lane_id(), own = warp_id() * 16;
@@ -66,12 +66,13 @@ __device__ __forceinline__ void put_left(const Boxes& to, const Left<bf16> (&a)[
     }
 }
 
-enum Way { OUT, STATES, BACKWARD };  // what a scan gives: out; states and changes; gradients of these
+enum Way { OUT, STATES, BACKWARD };  // a scan's results: out; states and changes; their gradients
 
-// A block of a scan. own: u, of gradients d_out. results: out, changes or their gradients. all: states or
-// their gradients. carried: the state in front, or the gradient of the one behind; F32 (DK, DV), or null.
+// A block of a scan. own: u, or d_out if BACKWARD. results: out, changes, or gradients of changes.
+// all: states or their gradients. carried: the state in front, or the gradient of the state behind;
+// F32 (DK, DV), or null.
 template <Way WAY> struct Walk {
-    // Boxes of a stage: one of `own`, then the boxes of both blocks.
+    // Boxes of a stage: one box of `own`, then boxes that both blocks use.
     static constexpr int KEYS = 1, W = KEYS + CHANNEL_BOXES, QUERIES = W + CHANNEL_BOXES;
     static constexpr int SCORES = QUERIES + CHANNEL_BOXES;
     static constexpr int BOXES = WAY == STATES ? QUERIES : SCORES + 1, STAGES = WAY == STATES ? 4 : 3;
@@ -93,7 +94,7 @@ template <Way WAY> struct Walk {
     }
     __device__ __forceinline__ SharedAddress full(int s) const { return result(RESULT_BOXES) + 8 * s; }
     __device__ __forceinline__ SharedAddress empty(int s) const { return full(STAGES + s); }
-    // Of results (0) and of all (1).
+    // Barriers of `results` (i = 0) and of `all` (i = 1).
     __device__ __forceinline__ SharedAddress ready(int i) const { return full(2 * STAGES + i); }
     __device__ __forceinline__ SharedAddress taken(int i) const { return ready(2 + i); }
 
@@ -109,7 +110,7 @@ template <Way WAY> struct Walk {
         barriers_ready();
     }
 
-    // A thread.
+    // Run by the thread that loads tiles.
     __device__ __forceinline__ void load() const {
         const int rank = blockIdx.x;
         for (int turn = 0; turn < at.chunks; ++turn) {
@@ -140,7 +141,7 @@ template <Way WAY> struct Walk {
         }
     }
 
-    // Another thread.
+    // Run by the thread that stores results.
     __device__ __forceinline__ void store() const {
         const int column = blockIdx.x * 64;
         for (int turn = 0; turn < at.chunks; ++turn) {
@@ -166,7 +167,7 @@ template <Way WAY> struct Walk {
         stores_are_done();
     }
 
-    // The warpgroup, from here on: results of a turn.
+    // The warpgroup runs this and all functions below. Hand a turn's results to the storing thread.
     template <bool TURNED, int N>
     __device__ __forceinline__ void give(int i, int turn, const Left<bf16> (&a)[N]) const {
         barrier_wait(taken(i), turn % 2 ^ 1);
@@ -198,10 +199,10 @@ template <Way WAY> struct Walk {
     }
 
     __device__ __forceinline__ void forward(Sums (&S)[CHANNEL_TILES]) const {
-        constexpr int MORE = WAY == OUT;  // products that run while a change is waited for
+        constexpr int MORE = WAY == OUT;  // products that may run while the warps wait for a change
         Sums read[4];
         Left<bf16> rounded[4];
-        int last = 0;  // stage of the turn before
+        int last = 0;  // the last turn's stage
         for (int turn = 0; turn < at.chunks; ++turn) {
             const int s = turn % STAGES;
             char* const here = stage(s);
@@ -295,7 +296,7 @@ template <Way WAY> struct Walk {
         }
     }
 
-    // All threads.
+    // All threads of the block call this function.
     __device__ __forceinline__ void run() const {
         if (threadIdx.x == 0) { init(); }
         __syncthreads();
@@ -312,7 +313,7 @@ template <Way WAY> struct Walk {
             }
         }
         __syncwarp();
-        cluster_arrive();  // until no block arrives at this block's barriers any more
+        cluster_arrive();  // wait: the other block may still arrive at this block's barriers
         cluster_wait();
     }
 };
@@ -321,7 +322,7 @@ __device__ __forceinline__ char* aligned_memory(void* memory) {
     return static_cast<char*>(memory) + (1024 - shared_address(memory) % 1024) % 1024;
 }
 
-// A kernel's block. Tensors: as of Walk; state: of all heads, or null.
+// The body of a kernel. Tensors as in Walk. state: all heads' states, or null.
 template <Way WAY>
 __device__ __forceinline__ void walk(const TensorMap* results, const TensorMap* all,
                                      const TensorMap* own, const TensorMap* qkv, const TensorMap* w,
