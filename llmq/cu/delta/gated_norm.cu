@@ -5,15 +5,16 @@
 //              d_gate = d_out * weight * x_hat * silu'(gate)
 //              d_x = rstd * (d_y * weight - x_hat * mean(d_y * weight * x_hat))
 //
-//   GATE_FIRST = 1, of state spaces: x * silu(gate) takes the place of x and nothing is multiplied
-//   behind: out = T(weight * rstd * x * silu(gate)); with d_n, the gradient of that place, d_x = d_n *
-//   silu(gate) and d_gate = d_n * x * silu'(gate).
+//   GATE_FIRST = 1 (state spaces): n = x * silu(gate) is normalized instead of x, and the result is
+//   not gated: out = T(weight * rstd * n). With d_n, the gradient of n: d_x = d_n * silu(gate),
+//   d_gate = d_n * x * silu'(gate).
 //
 // Data     x, out and their gradients: T (rows, heads, HEAD_DIM). gate, d_gate: T (rows, columns), the
-//          heads side by side from column `offset` on. weight: T (weights, HEAD_DIM), one, or one
-//          of each head. partial: F32 (blocks, weights, HEAD_DIM), sums of a block.
-// Launch   256 threads, a head in each warp, or if wider than 256 channels in a block, of 512
-//          threads if wider than 2048; grid (blocks, weights), of which blocks loop over the heads of a weight in all rows.
+//          heads side by side from column `offset` on. weight: T (weights, HEAD_DIM); weights is 1,
+//          or the number of heads. partial: F32 (blocks, weights, HEAD_DIM), each block's sums.
+// Launch   256 threads with a head in each warp; if HEAD_DIM > 256, a head in each block, which has
+//          512 threads if HEAD_DIM > 2048. Grid (blocks, weights): blocks loop over the heads of a
+//          weight in all rows.
 // Cost     forward: x and the gate read, out written. backward: three reads, two writes.
 //          Memory-bound.
 // Needs    HEAD_DIM a multiple of 32 up to 256, or of 256 up to 2048, or of 512 up to 8192; columns and
@@ -21,13 +22,14 @@
 #include "pointwise/activation.cuh"
 
 constexpr int THREADS = HEAD_DIM > 2048 ? 512 : 256;
-constexpr int LANES = HEAD_DIM > 256 ? THREADS : 32;  // of a head
-constexpr int HEADS = THREADS / LANES, COUNT = HEAD_DIM / LANES;  // at once; elements of a thread
-// Of a multiprocessor, backward: as many as have registers.
+constexpr int LANES = HEAD_DIM > 256 ? THREADS : 32;  // threads that share a head
+constexpr int HEADS = THREADS / LANES, COUNT = HEAD_DIM / LANES;  // heads at once; elements of a thread
+// Blocks per multiprocessor in backward: as many as registers allow.
 constexpr int BLOCKS = THREADS == 512 ? 1 : COUNT > 4 ? 3 : sizeof(T) == 2 ? 5 : 4;
 using HeadSum = RowSum<LANES / 32, THREADS / 32>;
 
-// Elements of a head: pairs lane, lane + LANES, ..., or single ones where that does not come out even.
+// A thread's elements of a head: pairs number lane, lane + LANES, ...; single elements if COUNT is
+// odd.
 struct Head {
     static constexpr int TOGETHER = COUNT % 2 ? 1 : 2;
     float v[COUNT];
@@ -62,7 +64,8 @@ __device__ __forceinline__ float rstd_of(float squares, float eps, HeadSum& sum)
     return 1.0f / sqrtf(sum(squares) / (float)HEAD_DIM + eps);
 }
 
-// Calls use(x's first element, gate's) for this thread's heads, those of blockIdx.y's weight.
+// Calls use(i, j) for this thread's heads, which have weight blockIdx.y. i, j: offsets of the
+// head's first element in x and in gate.
 template <class Use>
 __device__ __forceinline__ void each_head(i64 rows, i32 heads, i32 columns, i32 offset, Use use) {
     const i32 own = heads / gridDim.y;
@@ -128,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             squares = fmaf(normed, normed, squares);
         }
         const float rstd = rstd_of(squares, eps, sum);
-        if (LANES > 32) {  // registers are few: a wide head's weights come from the cache each time
+        if (LANES > 32) {  // registers are few: load a wide head's weights from the cache each time
             forget(of_weight);
             w.load(weight + of_weight);
         }

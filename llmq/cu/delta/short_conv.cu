@@ -1,30 +1,34 @@
-// short_conv.cu -- causal convolution of every channel with its few weights, and SiLU, inside of
-// documents.
+// short_conv.cu -- causal convolution of every channel with a few weights of its own, then SiLU.
+// Tokens of other documents do not count.
 //
 //   forward    z[t] = bias + sum over j < TAPS of weight[j] * x[t - TAPS + 1 + j];  out = z * sigmoid(z)
 //   backward   d_z = d_out * silu'(z);  d_x[t] = sum over j of weight[TAPS - 1 - j] * d_z[t + j]
 //              d_weight[j] = sum over t of d_z[t] * x[t - TAPS + 1 + j];  d_bias = sum over t of d_z[t]
 //   SILU = 0   out = z;  d_z = d_out
-//   keep       the last TAPS - 1 tokens, for what follows a text
+//   keep       stores the last TAPS - 1 tokens, from which generation goes on
 //
 // Data     x, d_x: T (B, seq_len, columns), of which the first `channels` are read, or written.
-//          out, d_out: T (B, seq_len, channels). weight: T (channels, TAPS). bias: T (channels), or null: 0. before: F32 (B, TAPS - 1,
-//          channels), the tokens in front of the text, or null: 0. starts: I32 (B, seq_len), the first
-//          position of each one's document, or null: 0. partial: F32 (B * spans, channels, TAPS),
-//          sums of a block, or null; bias_partial: the same of (channels).
-// Launch   128 threads, WIDE neighbouring channels each, 8 bytes; grid (channels / (128 WIDE), spans of
-//          32 tokens, B), all rounded up; backward: of 32 lanes, a warp has 128 tokens, (channels /
-//          (32 WIDE), spans of 512 tokens, B); keep: a channel each, (channels / 128, 1, B). A thread
-//          reads a batch of tokens while it computes with the one before.
-// Cost     x read once, and TAPS - 1 tokens more of each span; out written once. Memory-bound.
-// Needs    TAPS at least 2. channels and columns multiples of WIDE: 4 in BF16, 2 in F32.
+//          out, d_out: T (B, seq_len, channels). weight: T (channels, TAPS). bias: T (channels), or
+//          null: 0. before: F32 (B, TAPS - 1, channels), the tokens in front of the text, or null:
+//          0. starts: I32 (B, seq_len), the first position of each token's document, or null: 0.
+//          partial: F32 (B * spans, channels, TAPS), each block's sums for d_weight, or null.
+//          bias_partial: F32 (B * spans, channels), the same for d_bias.
+// Launch   128 threads, each with WIDE neighbouring channels (8 bytes). forward: grid (channels /
+// (128
+//          WIDE), spans of 32 tokens, B), rounded up. backward: a warp has 32 WIDE channels of 128
+//          tokens; grid (channels / (32 WIDE), spans of 512 tokens, B). keep: a channel in each
+//          thread, grid (channels / 128, 1, B). A thread reads the next batch of tokens while it
+//          computes with this one.
+// Cost     x is read once, and TAPS - 1 more tokens for each span; out is written once.
+// Memory-bound. Needs    TAPS at least 2. channels and columns multiples of WIDE: 4 in BF16, 2 in
+// F32.
 #include "pointwise/activation.cuh"
 
 constexpr int SPAN = 32, SPAN_BACKWARD = 128, THREADS = 128, BEFORE = TAPS - 1;
 constexpr int WARPS = THREADS / 32;
 constexpr int WIDE = 8 / sizeof(T);
 
-// The channels of a thread, of one token.
+// A thread's channels of one token.
 struct Few {
     float v[WIDE];
     __device__ __forceinline__ void add_products(const Few& a, const Few& b) {
@@ -56,7 +60,7 @@ __device__ __forceinline__ float part_of(float z) {
     return SILU ? share<Silu, sizeof(T) == 4>(z) : 1.0f;
 }
 
-// Channels of a sequence, whose tokens a thread meets in order.
+// A thread's channels of a sequence, whose tokens the thread meets in order.
 struct Channels {
     const T* x;
     const i32* starts;
@@ -99,7 +103,7 @@ struct Channels {
     __device__ __forceinline__ i32 start(i32 t) const {
         return starts ? __ldg(starts + min(t, seq_len - 1)) : -TAPS;
     }
-    // True if tokens `first` to `last` see all `BEFORE` tokens in front of each.
+    // True if each of the tokens `first` to `last` sees all BEFORE tokens in front of it.
     __device__ __forceinline__ bool inside(i32 first, i32 last) const {
         return start(last) <= first - BEFORE;
     }
@@ -107,7 +111,7 @@ struct Channels {
     template <bool ALL> __device__ __forceinline__ bool sees(i32 t, int j) const {
         return ALL || t - BEFORE + j >= start(t);
     }
-    // Meets token t; gives z.
+    // Takes token t with its inputs `next`, and returns z.
     template <bool ALL> __device__ __forceinline__ Few meet(i32 t, const Few& next) {
 #pragma unroll
         for (int j = 1; j < TAPS; ++j) { met[j - 1] = met[j]; }
@@ -121,9 +125,9 @@ struct Channels {
     }
 };
 
-// Calls use(inner, t, read(t)) for tokens [first, stop). read gives a token even behind them. inner: all of
-// its batch is in there, and inside() says so; always a literal. Those tokens take no branches, which
-// would cost as much as the rest: values in turn change registers there.
+// Calls use(inner, t, read(t)) for tokens [first, stop); read must accept later tokens too. inner:
+// a literal, true if the whole batch lies before stop and inside() holds for it. Inner tokens take
+// no branches, which would cost as much as all else, because values rotate through registers.
 template <int BATCH, class Read, class Use>
 __device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 stop, Read read, Use use) {
     decltype(read(first)) values[BATCH], coming[BATCH];
@@ -172,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (channel >= channels) { return; }
     f32* kept = before + (i64)blockIdx.z * (TAPS - 1) * channels + channel;
     const T* of = x + (i64)blockIdx.z * seq_len * columns + channel;
-    for (int j = 0; j < TAPS - 1; ++j) {  // overwrites tokens that it has read
+    for (int j = 0; j < TAPS - 1; ++j) {  // overwrites only tokens read before
         const i32 t = seq_len - (TAPS - 1) + j;
         kept[(i64)j * channels] =
             t >= 0 ? to_f32(of[(i64)t * columns]) : kept[(i64)(j + seq_len) * channels];
@@ -184,7 +188,7 @@ struct Both {
     uint2 x, d_out;
 };
 
-// Sums of a span's tokens, and the gradients of the newest z, the last one's last.
+// Sums over a span's tokens, and the gradients d_z of the newest TAPS tokens, the newest last.
 struct Gradients {
     Few d_z[TAPS], d_weight[TAPS], d_bias;
 
@@ -208,7 +212,7 @@ struct Gradients {
             }
         }
     }
-    // d_x of the token BEFORE tokens in front of t.
+    // d_x of token t - BEFORE.
     template <bool ALL> __device__ __forceinline__ Few d_x(const Channels& of, i32 t) const {
         Few sum = {};
 #pragma unroll
@@ -227,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
                         const T* __restrict__ x, const T* __restrict__ weight,
                         const T* __restrict__ bias, const i32* __restrict__ starts, i32 seq_len,
                         i32 channels, i32 columns) {
-    constexpr int OWN = WIDE * TAPS;  // sums of a thread
+    constexpr int OWN = WIDE * TAPS;  // number of sums of a thread
     __shared__ float parts[WARPS][32][OWN + 1];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i32 begin = blockIdx.x * 32 * WIDE, channel = begin + lane * WIDE;
@@ -240,12 +244,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         const T* from = d_out + (i64)blockIdx.z * seq_len * channels + channel;
         const auto read = [&](i32 t) {
             const i32 there = min(t, seq_len - 1);
-            const uint2 none = make_uint2(0, 0);  // the gradient behind the sequence
+            const uint2 none = make_uint2(0, 0);  // the gradient after the sequence's end
             const uint2 d = load_raw(from + (i64)there * channels);
             return Both{of.raw(there), t < seq_len ? d : none};
         };
-        // A token's sums are added where d_x of the one BEFORE it is written: the first ones' by the warp
-        // before, if there is one.
+        // The warp that writes d_x of token t - BEFORE adds token t to the sums. The earlier warp
+        // adds the first BEFORE tokens, but warp 0 of a sequence adds its own.
         const i32 ready = first + BEFORE;
 #pragma unroll 1
         for (i32 t = first; t < ready; ++t) { sums.meet<false>(of, t, read(t), first == 0); }
@@ -273,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         }
     }
     if (bias_partial) {
-        __syncthreads();  // the others have been summed
+        __syncthreads();  // all threads have read the sums of d_weight
 #pragma unroll
         for (int c = 0; c < WIDE; ++c) { parts[warp][lane][c] = sums.d_bias.v[c]; }
         __syncthreads();

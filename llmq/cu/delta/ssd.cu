@@ -1,17 +1,19 @@
-// ssd.cu -- Mamba-2's state space (SSD), forward and backward, in chunks of 64 tokens; and by tokens,
-// for texts that go on. It is the delta rule (delta_rule.cu) without the correction.
+// ssd.cu -- Mamba-2's state space (SSD), forward and backward, in chunks of 64 tokens; and token by
+// token, for generation. SSD is the delta rule (delta_rule.cu) without the correction.
 //
 //   S = S * exp(decay) + k (beta * v)^T;  out = S^T q + skip * v
 //
 //   prepare        of each chunk alone: scores = lower((q k^T) * D * beta) + diagonal(skip), and
-//                  factors: of keys to the state behind, L * beta; of queries from that in front, E
+//                  factors: L * beta, from keys to the state behind; E, from the state in front to
+//                  queries
 //   scan           from chunk to chunk: out = E * (q S) + scores v, the next S = G * S + (L * beta *
 //                  k)^T v
-//   states         the same without out: the states in front of chunks
+//   states         scan without out: stores the states in front of chunks
 //   scan_backward  from the last chunk to the first: d_v = L * beta * (k dS) + scores^T d_out, and
 //                  gradients of the states behind chunks, dS = G * dS + (E * q)^T d_out
-//   gradients      of each chunk alone: of decays, betas and skips, and of q and k by 8 value heads
-//   sum            gradients of q and k over these parts
+//   gradients      of each chunk alone: for decays, betas and skips, and for q and k the parts of 8
+//                  value heads each
+//   sum            adds these parts of the gradients of q and k
 //   recurrence     token by token
 //
 //   The reference has the formulas. D: the decays from one token to another of its document, else 0;
@@ -22,12 +24,12 @@
 //          F32 (B, seq_len, 2, Hv), decays (logarithms), betas. skip: T (Hv); skip_partial: F32 (B,
 //          chunks, Hv), its gradient's parts. Of each chunk, T (B, Hv, chunks, ..): scores (64, 64);
 //          states, d_states (DV, DK); and F32 factors (2, 64). state, d_state: F32 (B, Hv, DK, DV)
-//          or null, read and overwritten. starts: I32 (B, seq_len), the first position of each one's
-//          document, or null: then all see the state if carried.
-// Launch   dynamic shared memory as llmq/ops/delta/ssd.py says, less than 99 KiB. prepare: 256
-//          threads, 8 value heads of a key head, grid (Hk * those parts, B, chunks), and so
-//          gradients; sum: 256 threads, 16 bytes each. scan, states,
-//          scan_backward: 2 DV threads, grid (1, Hv, B), with the state in registers as in the delta rule's scans;
+//          or null, read and overwritten. starts: I32 (B, seq_len), the first position of each
+//          token's document, or null: then all tokens see the state if `carried`.
+// Launch   dynamic shared memory as llmq/ops/delta/ssd.py says, less than 99 KiB. prepare,
+//          gradients: 256 threads for 8 value heads of a key head, grid (Hk * such parts of a key
+//          head, B, chunks); sum: 256 threads, 16 bytes each. scan, states, scan_backward: 2 DV
+//          threads, grid (1, Hv, B), the state in registers as in the delta rule's scans;
 //          recurrence: 128 threads, grid (DV / 32, Hv, B).
 // Cost     products on the tensor cores, FMAs for a token and a value head: prepare 64 DK / 8, scan
 //          and scan_backward 2 DK DV + 64 DV, states DK DV, gradients 2 DK DV + 64 DV.
@@ -37,7 +39,7 @@
 #include "delta/delta_chunk.cuh"
 
 constexpr int HEADS = 8;  // value heads of a block of prepare and gradients
-enum Known { BEHIND, FRONT };  // factors of a token: to the state behind, from that in front
+enum Known { BEHIND, FRONT };  // a token's factors: to the state behind, from the state in front
 
 __device__ __forceinline__ i64 of_known(const Place& at, int chunk) {
     return at.of_chunk(chunk) * 2 * CHUNK;
@@ -46,7 +48,8 @@ __device__ __forceinline__ float from_front(const Chunk& chunk, int token) {
     return chunk.begin[token] < 0 ? exponential(chunk.sums[token]) : 0.0f;
 }
 
-// Products of 16 queries, from m on, with 32 keys, from `column` on, as far as these are not behind.
+// Products of 16 queries, from m on, with 32 keys, from `column` on. Later keys than the queries
+// are left out.
 __device__ __forceinline__ void multiply_pairs(Sums (&sums)[2], const Tile<T>& q, const Tile<T>& k,
                                                int m, int column) {
 #pragma unroll 1
@@ -112,8 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The tiles of a scan in the order of their use: values, or of BACK gradients of out; if OUT, what reads
-// the state, queries or keys, and the scores; what is added to the state, keys or queries.
+// The tiles of a scan in the order of use: values (BACK: gradients of out); with OUT, queries
+// (BACK: keys), which read the state, and scores; then keys (BACK: queries), which are added to the
+// state.
 template <bool BACK, bool OUT> struct Scanned2 {
     static constexpr int STEPS = OUT ? 4 : 2;
     static constexpr int COLUMNS[4] = {SLICE, DK, CHUNK, DK};
@@ -142,7 +146,7 @@ template <bool BACK, bool OUT> struct Scanned2 {
     }
 };
 
-// states: of each chunk, before it changes the state; or null. out: rows of `pitch` elements.
+// The body of a scan. states: the state before each chunk, or null. out: rows of `pitch` elements.
 template <bool BACK, bool OUT>
 __device__ __forceinline__ void walk(T* out, i64 pitch, T* states, float* state,
                                      const Scanned2<BACK, OUT>& sources) {
@@ -217,9 +221,9 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 1)
     walk<true, true>(d_qkv + at.value(0) + blockIdx.x * SLICE, at.columns(), d_states, carried, sources);
 }
 
-// Adds to 16 rows' gradient, and to dot, by factors of rows g and g + 8: x (16 rows, DV) times `state`
-// (DV, DK). dot gets the products with `others`, rows of the same tokens, before they are
-// multiplied by `more`.
+// Let p = x (16 rows, DV) times `state` (DV, DK), times `factor`. Adds p times `more` to the
+// gradient of 16 rows, and the dot products of p and `others`, rows of the same tokens, to dot.
+// factor, more: of the thread's rows g and g + 8.
 __device__ __forceinline__ void add_product(Gradient& to, const Tile<T>& x, const Tile<T>& state,
                                             const Tile<T>& others, int m, int column,
                                             const float (&factor)[2], const float (&more)[2],
@@ -240,14 +244,15 @@ __device__ __forceinline__ void add_product(Gradient& to, const Tile<T>& x, cons
     });
 }
 
-// Sums that a head's gradients of gates are made of: of pairs by the later token and by the earlier one
-// (those of 16 later ones each), what is read of the state in front and left for that behind.
+// Sums from which a head's gradients of gates are made. rows, columns: over pairs, for the later
+// and the earlier token (columns: separately for each 16 later tokens). front: reads of the state
+// in front. behind: terms of the state behind.
 struct GateSums {
     float rows[2][CHUNK], columns[4][CHUNK], front[2][CHUNK], behind[2][CHUNK], diagonal[CHUNK];
     float states[THREADS / 32];
 };
 
-// A warp makes the gradients of a head's gates and skip.
+// One warp computes the gradients of a head's gates and skip.
 __device__ __forceinline__ void put_gates(const GateSums& of, const Chunk& chunk, const Place& at,
                                           int first, float* d_gates, float* d_skip) {
     const int rows = min(CHUNK, at.seq_len - first);
@@ -269,7 +274,7 @@ __device__ __forceinline__ void put_gates(const GateSums& of, const Chunk& chunk
         for (int n = 0; n < 4; ++n) { d_beta += of.columns[n][t]; }
         float total = of.rows[0][t] + of.rows[1][t] - chunk.beta[t] * d_beta;
         total += of.front[0][t] + of.front[1][t] + (t == CHUNK - 1 ? of_last : 0.0f);
-        // The gradient of the sum of decays up to a token, and of all those behind it that have it.
+        // Add the totals of later tokens of the document, whose sums of decays include this token.
 #pragma unroll
         for (int n = 1; n < 32; n *= 2) {
             const float later = __shfl_down_sync(0xFFFFFFFFu, total, n);
@@ -302,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int group = value_heads / key_heads, half = warp_id() % 2, m = 16 * (warp_id() / 2);
     const int parts = gridDim.x / key_heads, key_head = blockIdx.x / parts;
     const int part = blockIdx.x % parts, stop = min((part + 1) * HEADS, group);
-    const int column = half * (DK / 2);  // of this warp's channels of queries and keys
+    const int column = half * (DK / 2);  // first of this warp's channels of queries and keys
     const auto head = [&](int h) {
         return Place(blockIdx.y, key_head * group + h, key_head, seq_len, key_heads, value_heads);
     };
@@ -311,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Tile<T> k = stage<CHUNK, DK, THREADS>(keys, qkv + shared.key(first), columns, rows);
     const Tile<T> q = stage<CHUNK, DK, THREADS>(keys + KEYS, qkv + shared.query(first), columns, rows);
     cp_async_commit();
-    const int pitch = 2 * key_heads * DK;  // of the gradients of all queries, then keys
+    const int pitch = 2 * key_heads * DK;  // a row: gradients of all queries, then of all keys
     const i64 own_row = ((i64)part * gridDim.y + blockIdx.y) * seq_len + first + m;
     T* const to = d_keys + own_row * pitch + key_head * DK + column;
     Gradient d_q(to, pitch, rows - m), d_k(to + key_heads * DK, pitch, rows - m);

@@ -1,22 +1,25 @@
 // skinny.cu -- products of few rows with large matrices: out = alpha a b^T [+ bias] [+ addend].
 //
-//   out[m][n] = alpha * sum over k of a[m][k] b[n][k], in F32, plus what is added, rounded once
+//   out[m][n] = alpha * sum over k of a[m][k] b[n][k] [+ bias[n]] [+ addend[m][n]], rounded once
+//   from F32
 //
 // Data     a: BF16 (M, K); b: BF16 (N, K); out, addend: D (M, N); bias: D (N). bias, addend may be
 //          null.
-//          skinny_nf4: rows first + [0, rows) of b as NF4 codes (quantize/four_bits.cu) of so many
-//          modules, decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. skinny_bytes: rows as
-//          E4M3 (no NaN) or I8 codes Q, in modules of of_module rows, of which of_scale rows and
-//          all columns have a scale, or 128 where there are more `columns` of scales. starts: I32 (E + 1),
-//          null where E = 1: rows [starts[e], starts[e + 1]) of a are multiplied by the e-th N rows
-//          of b, with the e-th N of bias.
+//          skinny_nf4: rows of b as NF4 codes (quantize/four_bits.cu) in modules of of_module rows,
+//          decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. skinny_bytes: rows of b as E4M3
+//          (no NaN) or I8 codes Q, in modules of of_module rows. Each of_scale rows of a module
+//          share one scale for all columns, or with several `columns` of scales one for each 128
+//          columns. starts: I32 (E + 1), null if E = 1: rows [starts[e], starts[e + 1]) of a are
+//          multiplied by the e-th N rows of b, and get the e-th N elements of bias.
 // Launch   32 WARPS threads, any grid: a block has FEATURES = 8 TILES rows of b at a time. Warps take
-//          every eighth 64 elements of K; their sums are added one warp after the other.
-//          Those of codes: b on the left of the tensor cores, 128 elements of K (bytes: 64), TILES of
-//          8 rows of a at a time, of any M, and SPREAD of 16 rows of b; grid (a block for each of
-//          these, E); dynamic shared memory of all stages, or of all warps' sums.
-// Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first loads
-//          of b are in flight while the kernel in front of this one still runs. NF4, few rows: about
+//          every eighth 64 elements of K; the block adds their sums one warp after the other.
+//          Kernels of codes: b is the tensor cores' left operand, with 128 elements of K (bytes:
+//          64) at a time; TILES of 8 rows of a at a time, for any M, and SPREAD tiles of 16 rows of
+//          b; grid (b's rows / (16 SPREAD), E); dynamic shared memory for all stages, or all warps'
+//          sums.
+// Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first
+// loads
+//          of b are in flight while the kernel before this one still runs. NF4, few rows: about
 //          seven instructions for each code.
 // Needs    sm_80; K a multiple of 8, of bytes of 16; M <= ROWS. b, codes and scales are written by no
 //          kernel that is launched programmatically. A sum's order follows from K alone, not from M,
@@ -35,11 +38,11 @@
 
 constexpr int WARPS = 8, ROWS = 16, FEATURES = 8 * TILES;
 constexpr int CODED_ROWS = 8 * TILES, CODED_FEATURES = 16 * SPREAD;
-constexpr int CHUNK = 64;  // elements of K at a time: of each row two vectors a lane
-constexpr int AHEAD = TILES == 1 ? 2 : 1;     // chunks that are on their way
-constexpr int RESIDENT = TILES == 1 ? 4 : 3;  // blocks of a multiprocessor
+constexpr int CHUNK = 64;  // elements of K at a time: two vectors of each row per lane
+constexpr int AHEAD = TILES == 1 ? 2 : 1;     // chunks under way
+constexpr int RESIDENT = TILES == 1 ? 4 : 3;  // blocks per multiprocessor
 constexpr int STRIDE = WARPS * CHUNK;
-#if __CUDA_ARCH__ >= 1000  // whose compiler needs more registers
+#if __CUDA_ARCH__ >= 1000  // the compiler needs more registers here
 constexpr int MOST_OF_THREE = 1;
 #else
 constexpr int MOST_OF_THREE = 2;
@@ -47,12 +50,13 @@ constexpr int MOST_OF_THREE = 2;
 constexpr int CODED_RESIDENT = TILES * SPREAD <= MOST_OF_THREE             ? 3
                                : TILES * SPREAD <= 4 || SPREAD == 1 ? 2
                                                                      : 1;
-constexpr int STAGES = SPREAD == 1 ? 4 : 2;  // of codes, of which all but one are on their way
-constexpr int UNROLL = TILES * SPREAD == 1 ? 2 : 1;   // more: registers hold what is decoded early
+constexpr int STAGES = SPREAD == 1 ? 4 : 2;  // stages of codes; all but one are under way
+constexpr int UNROLL = TILES * SPREAD == 1 ? 2 : 1;   // more would decode too early for the registers
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
-// Rows m and m + 8 of a, at eight elements of K, which lane t has four at a time of both operands.
+// Rows m and m + 8 of a, eight elements of K each. A lane takes four elements at a time of both
+// operands.
 struct Left {
     uint4 low, high;
     __device__ __forceinline__ Left(const bf16* a, int m, int end, int k, int K)
@@ -69,10 +73,11 @@ struct Left {
     }
 };
 
-using Sums = float[TILES][4];  // of each tile of eight rows of b, or of a if b is coded
+using Sums = float[TILES][4];  // a tile: eight rows of b, or of a if b is coded
 
-// Columns first + [0, FEATURES) of out, or 16 if CODED, up to the column `end`: the sums of all warps, and what is
-// added. sums: shared memory, F32 (WARPS, ROWS, FEATURES + 1). CODED: b was on the left.
+// Store columns first + [0, FEATURES) of out (CODED: 16 columns) that lie before `end`: all warps'
+// sums times alpha, plus bias and addend. sums: shared memory, F32 (WARPS, ROWS, FEATURES + 1).
+// CODED: b was the left operand.
 template <bool CODED>
 __device__ __forceinline__ void finish(float* sums, const Sums& sum, D* out, const D* bias,
                                        const D* addend, int M, int N, int first, int end,
@@ -104,12 +109,12 @@ __device__ __forceinline__ void finish(float* sums, const Sums& sum, D* out, con
     }
 }
 
-// A lane's elements of a chunk of TILES rows of b: vectors k and 32 + k behind the first element.
+// A lane's elements of a chunk, in TILES rows of b: the vectors at elements k and k + 32.
 struct Right {
     uint4 rows[TILES][2];
 };
 
-// a, addend: written by the kernel in front of this one, so that no load of these is one of constants.
+// The kernel before this one may write a and addend, so that neither is __restrict__.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
     skinny(D* out, const bf16* a, const bf16* __restrict__ b, const D* __restrict__ bias,
            const D* addend, int M, int N, int K, float alpha) {
@@ -131,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
         }
         return x;
     };
-    constexpr int STEP = AHEAD * STRIDE;  // elements of K of the chunks that are on their way
+    constexpr int STEP = AHEAD * STRIDE;  // elements of K in the chunks under way
     int first = blockIdx.x * FEATURES;
     Right right[AHEAD];
 #pragma unroll
@@ -156,11 +161,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
             }
         }
         finish<false>(sums, sum, out, bias, addend, M, N, first, N, alpha);
-        __syncthreads();  // before the sums of the next rows
+        __syncthreads();  // all warps have read the sums
     }
 }
 
-// Pairs of BF16 of eight codes, of which a byte has two. table: F32 of each code, see lookup_shared.
+// Decode a word of eight 4-bit codes to pairs of BF16. table: F32 value of each code, see
+// lookup_shared.
 template <bool HIGH_FIRST>
 __device__ __forceinline__ uint4 decode(u32 word, SharedAddress table, float scale) {
     const u32 low = word << 2 & 0x3C3C3C3Cu, high = word >> 2 & 0x3C3C3C3Cu;  // offsets in bytes
@@ -174,24 +180,25 @@ __device__ __forceinline__ uint4 decode(u32 word, SharedAddress table, float sca
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// Rows of a that this block's matrix multiplies: all, or those of an expert.
+// Rows of a that this block multiplies: all rows, or the rows of one expert.
 struct Span {
     int begin, end;
     __device__ __forceinline__ Span(const int* starts, int M)
         : begin(starts ? starts[blockIdx.y] : 0), end(starts ? starts[blockIdx.y + 1] : M) {}
 };
 
-// The n-th row of this block among all rows of codes; the last one for rows that are not there.
+// Number of this block's n-th row among all rows of codes, at most the matrix's last row.
 __device__ __forceinline__ int code_row(int n, int rows) {
     return blockIdx.y * rows + min(blockIdx.x * CODED_FEATURES + n, rows - 1);
 }
 
-// A format of codes has PER_VECTOR elements in 16 bytes, of which Eight are eight: eight(words, scale)
-// decodes these. Scales are a lane's of the rows n and n + 8 of its block, of elements, or with
-// SCALES_SUMS of sums: fetch(k) loads them for the chunk of four vectors at k, turn() makes scales of
-// what was fetched, of(r, s) is the scale of row n + 8 r in the s-th 32 elements of the chunk.
+// A format of codes has PER_VECTOR elements in 16 bytes; eight(words, scale) decodes eight
+// elements, whose codes have type Eight. Scales holds a lane's scales for rows n and n + 8, which
+// multiply elements, or sums with SCALES_SUMS. fetch(k) loads a chunk's four vectors of scales at
+// k, turn() converts the loaded values, of(r, s) is the scale of row n + 8 r in the chunk's s-th 32
+// elements.
 
-// Codes of four bits; table: F32 of each code.
+// Codes of four bits. table: F32 value of each code.
 template <bool HIGH_FIRST> struct FourBits {
     static constexpr int PER_VECTOR = 32;
     static constexpr bool SCALES_SUMS = false;
@@ -205,14 +212,14 @@ template <bool HIGH_FIRST> struct FourBits {
 struct Nf4Codes : FourBits<true> {
     const u8* codes;
     const float *groups, *mean, *levels;  // levels: shared memory
-    int rows, blocks, of_module;          // rows of a module
+    int rows, blocks, of_module;          // of_module: rows of a module
 
-    // A chunk has two scales of each row: four lanes have those of two rows.
+    // A chunk has two scales for each row: four lanes hold the scales of two rows.
     struct Scales {
         const u8* codes;
         const float *groups, *levels;
         float mean, factor, scale;
-        int block, end;  // the next one of the lane, counted from the first one of its module
+        int block, end;  // the lane's next block of the module, and the end of its row
         u8 code;
         __device__ __forceinline__ Scales(const Nf4Codes& all, int n, int t)
             : levels(all.levels), factor(0.0f), scale(0.0f), code(0) {
@@ -264,7 +271,7 @@ struct Mxfp4Codes : FourBits<false> {
     };
 };
 
-// Codes of eight bits: a row has `columns` scales, of all elements or of 128.
+// Codes of eight bits. A row has one scale, or `columns` scales for 128 elements each.
 struct ByteCodes {
     static constexpr int PER_VECTOR = 16;
     static constexpr bool SCALES_SUMS = true;
@@ -299,20 +306,20 @@ struct ByteCodes {
     };
 };
 
-// The product of a's rows `span` with `rows` rows of codes, whose first is column `first` of out.
+// The product of a's rows `span` and `rows` rows of codes; the first code row gives column `first`.
 template <class Codes>
 __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* codes,
                                                const D* bias, const D* addend, const Span& span,
                                                int N, int K, int first, int rows, float alpha,
                                                const Codes& format) {
-    // Codes of all warps, rows and lanes; then the sums of all warps.
+    // First the codes of all warps, rows and lanes, then the sums of all warps.
     extern __shared__ __align__(128) char shared[];
     constexpr int THREADS = 32 * WARPS, STAGE = 2 * SPREAD * THREADS;  // vectors
     constexpr int VECTOR = Codes::PER_VECTOR, CODED_STRIDE = WARPS * 4 * VECTOR;
     using Eight = typename Codes::Eight;
     constexpr int PER_SLOT = 16 / sizeof(Eight);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    // Four lanes load 64 bytes of a row, of which then each takes every fourth Eight. Slots are
+    // Four lanes load 64 bytes of a row; each lane then takes every fourth Eight. Slots are
     // permuted, so that rows lie in different banks.
     const int swizzle = g / 2;
     uint4* const own_row = reinterpret_cast<uint4*>(shared) + (threadIdx.x - t);
@@ -409,7 +416,7 @@ __device__ __forceinline__ void multiply_codes(D* out, const bf16* a, const u8* 
                          span.end - top, N, first + blockIdx.x * CODED_FEATURES + 16 * f,
                          first + rows, alpha);
         }
-        __syncthreads();  // before the stages of the next rows
+        __syncthreads();  // all warps have read the sums; the next rows' stages replace them
     }
 }
 
