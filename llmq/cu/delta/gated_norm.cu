@@ -23,7 +23,8 @@
 
 constexpr int THREADS = HEAD_DIM > 2048 ? 512 : 256;
 constexpr int LANES = HEAD_DIM > 256 ? THREADS : 32;  // threads that share a head
-constexpr int HEADS = THREADS / LANES, COUNT = HEAD_DIM / LANES;  // heads at once; elements of a thread
+// HEADS: heads that a block takes at once. COUNT: elements of a head in each thread.
+constexpr int HEADS = THREADS / LANES, COUNT = HEAD_DIM / LANES;
 // Blocks per multiprocessor in backward: as many as registers allow.
 constexpr int BLOCKS = THREADS == 512 ? 1 : COUNT > 4 ? 3 : sizeof(T) == 2 ? 5 : 4;
 using HeadSum = RowSum<LANES / 32, THREADS / 32>;

@@ -1,25 +1,29 @@
-// adapter.cu -- low-rank adapters of rows of a matrix: their B in one matrix, and back.
+// adapter.cu -- low-rank adapters of spans of a matrix's rows: expands the spans' B to one sparse
+// matrix, and collects B from it.
 //
-//   expand    whole[r, k * rank + c] = T(scale_k * b[i, c])   for row r = the i-th of all spans'
-//             elsewhere 0                                     rows, which is in span k
+//   expand    whole[r, k * rank + c] = T(scale_k * b[i, c])   for each row r of span k, the i-th of
+//             elsewhere 0                                     all spans' rows
 //   collect   b[i, c] = T(scale_k * whole[r, k * rank + c])
 //   norms     norms[r] = sqrt(sum over j of (w[r, j] + scale_k * sum over c of b[i, c]
 //             * a[k * rank + c, j])^2), elsewhere 0
-//   columns   out[n, r] = x[n, r] * magnitudes[r] / norms[r] + bias[r], the factor 1 where norms[r] is
-//             0; with y x[n, r] * y[n, r] / norms[r], and 0 there
+//   columns   out[n, r] = x[n, r] * magnitudes[r] / norms[r] + bias[r]; the factor is 1 where
+//   norms[r]
+//             is 0. If y is given, out[n, r] = x[n, r] * y[n, r] / norms[r], 0 where norms[r] is 0
 //
-// Data     declared in llmq/ops/product/adapter.py. Spans ascend; unused ones are empty. They
+// Data     declared in llmq/ops/product/adapter.py. Spans ascend; unused spans are empty. Spans
 //          repeat every `period` rows.
-// Launch   256 threads, one for each element of b, or for eight of whole, as they are written. norms: a
+// Launch   256 threads. expand: eight elements of whole each. collect: an element of b each. norms:
+// a
 //          block for 16 rows. columns: a 16-byte vector each.
-// Cost     what is written, once; the other one is read where it has a counterpart. norms: w read once,
-//          and rank multiplications of each of its elements.
+// Cost     the result is written once; only operand elements with a counterpart are read. norms: w
+// is
+//          read once, with `rank` multiplications for each element.
 // Needs    columns >= rank * spans, a multiple of 8; fewer than 2^35 elements of whole. columns: whole
 //          vectors in a row; out may be x.
 #include "common.cuh"
 #include "ptx.cuh"
 
-constexpr int MAX_SPANS = 4, OCTET = 8;  // OCTET: columns of a thread
+constexpr int MAX_SPANS = 4, OCTET = 8;  // OCTET: number of columns of a thread
 
 struct Spans {
     i64 start[MAX_SPANS], stop[MAX_SPANS];
@@ -41,7 +45,7 @@ adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale0, f32 s
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x, octets = columns / OCTET;
     if (i / octets >= rows) { return; }
     const i64 row = i / octets % period;
-    const T* from = nullptr;  // the row's elements of b, which stand in columns from `begin` on
+    const T* from = nullptr;  // the row's elements of b, for columns of whole from `begin` on
     int begin = 0;
     f32 scale = 0.0f;
     i64 before = i / octets / period * spans.count();  // rows of earlier spans
@@ -64,7 +68,7 @@ adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale0, f32 s
     T* const to = whole + (i64)i * OCTET;
 #pragma unroll
     for (int k = 0; k < OCTET / Vec<T>::N; ++k) {
-        store_vec(to + k * Vec<T>::N, out.part[k]);  // a product reads it at once
+        store_vec(to + k * Vec<T>::N, out.part[k]);  // stays in L2: a product reads whole next
     }
 }
 
@@ -75,7 +79,7 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 
     const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
     const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    // Row of b, then of one matrix, then behind the spans that were passed.
+    // row: row of b; then the row within one period; then the row after the spans passed so far.
     i64 row = i / rank;
     const i64 first = row / spans.count() * period;
     if (first >= rows) { return; }
@@ -92,10 +96,10 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 
     }
 }
 
-constexpr int NORM_ROWS = 16;  // whose sums are in registers: a is read once for all of them
+constexpr int NORM_ROWS = 16;  // rows of a block, for which a is read once
 
-// For F32 the assembler keeps to 64 registers on sm_89, and spills, unless told that it may use more.
-constexpr int NORM_BLOCKS = sizeof(T) == 4 ? 2 : 0;  // on a multiprocessor; 0: as the assembler likes
+// On sm_89 the assembler limits F32 kernels to 64 registers, and spills, without an explicit bound.
+constexpr int NORM_BLOCKS = sizeof(T) == 4 ? 2 : 0;  // blocks per multiprocessor; 0: no bound
 
 extern "C" __global__ void __launch_bounds__(256, NORM_BLOCKS)
 adapter_norms(f32* __restrict__ norms, const T* __restrict__ w, const T* __restrict__ a,
@@ -177,28 +181,28 @@ adapter_columns(T* out, const T* x, const T* __restrict__ y, const f32* __restri
     store_vec(out + i, value);
 }
 
-// -- gradients of low-rank adapters' h and B, of one pass over d_out.
+// -- gradients of low-rank adapters' h and B, in one pass over d_out.
 //
 //   d_h[r, k RANK + j] = T(scale * sum over columns c of span k of d_out[r, c] * b[c', j])
 //   d_b[c', j]         = or += scale * sum over rows r of d_out[r, c] * h[r, k RANK + j]
 //
 // where c' counts the columns of all spans. Each block has some rows and some columns of one span.
-// Its tiles of d_out pass through shared memory once, and are read from there twice: as rows, for
-// d_h, and transposed, for d_b. A warp has rows of its own (with RANK_WARPS = 2, two warps have the
-// same ones, and half of the ranks each): its sums of d_h stay in registers to the end; those of
-// d_b are added up among warps after every CHUNK columns. Both go to partial sums, which the second
-// kernel adds in a fixed order.
+// Tiles of d_out are copied to shared memory once and read there twice: as rows, for d_h, and
+// transposed, for d_b. A warp has rows of its own; with RANK_WARPS = 2 two warps share rows, with
+// half of the ranks each. Sums for d_h stay in registers to the end; sums for d_b are added among
+// warps after every CHUNK columns. Both kinds of sums are partial: the second kernel adds them in a
+// fixed order.
 //
 // Data     d_out: (rows, N), h and d_h: (rows, h_columns), b: (columns of all spans, RANK), BF16,
 //          16-byte aligned. d_b: as b, G (bf16, f32). h_partial: F32 (splits of all spans, rows,
-//          RANKS), b_partial: F32 (groups of rows, columns of all spans, RANKS); RANKS are multiples
-//          of 8, those beyond RANK are undefined. Spans ascend; those that are not used are empty.
-//          end0..2: where each span's splits end.
+//          RANKS), b_partial: F32 (groups of rows, columns of all spans, RANKS). RANKS is a
+//          multiple of 8; elements of ranks from RANK on are undefined. Spans ascend; unused spans
+//          are empty. end0..2: the number of the split at which each span's splits end.
 // Launch   partials: 256 threads; (splits, groups) blocks of split_columns columns and BLOCK_ROWS
 //          rows; dynamic shared memory as ops/product/adapter.py counts it. finish: 256 threads, one
-//          for each element of d_h, then, from a new block on, of d_b.
-// Cost     d_out read once; partial sums written and read once. 4 RANK operations of the tensor
-//          cores for each element of d_out.
+//          for each element of d_h; further blocks have one thread for each element of d_b.
+// Cost     d_out is read once; partial sums are written and read once. The tensor cores do 4 RANK
+//          operations for each element of d_out.
 // Needs    N and spans multiples of 8, h_columns too; split_columns a multiple of CHUNK. No empty
 //          split. Compute capability 8.0.
 #ifndef RANK  // compiled for another entry
@@ -211,28 +215,28 @@ adapter_columns(T* out, const T* x, const T* __restrict__ y, const f32* __restri
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int ROW_WARPS = WARPS / RANK_WARPS;
-constexpr int N8 = (RANK + 8 * RANK_WARPS - 1) / (8 * RANK_WARPS);  // eights of ranks of a warp
+constexpr int N8 = (RANK + 8 * RANK_WARPS - 1) / (8 * RANK_WARPS);  // groups of 8 ranks of a warp
 constexpr int RANKS = 8 * N8 * RANK_WARPS;
-constexpr int STEP_ROWS = 128, STEPS = BLOCK_ROWS / STEP_ROWS;  // of a chunk, one stage each
+constexpr int STEP_ROWS = 128, STEPS = BLOCK_ROWS / STEP_ROWS;  // steps of a chunk, a stage each
 constexpr int STEP_M16 = STEP_ROWS / (16 * ROW_WARPS), M16 = STEPS * STEP_M16;  // pieces of a warp
 constexpr int K16 = CHUNK / 16;
-// Rows of shared memory consist of so many units of 16 bytes: of d_out; of h and b, whose ranks are
-// read in pairs of eights.
+// 16-byte units of a row in shared memory: UNITS for d_out; RANK_UNITS for h and b, whose ranks are
+// read 16 at a time.
 constexpr int UNITS = CHUNK / 8, RANK_UNITS = RANKS <= 16 ? 2 : RANKS <= 32 ? 4 : 8;
-constexpr int B_SLOTS = (STAGES - 1) / STEPS + 1;  // chunks whose b is there or on its way
+constexpr int B_SLOTS = (STAGES - 1) / STEPS + 1;  // chunks whose b is in use or under way
 constexpr int STAGE_BYTES = STEP_ROWS * UNITS * 16, H_BYTES = BLOCK_ROWS * RANK_UNITS * 16;
 constexpr int SLOT_BYTES = CHUNK * RANK_UNITS * 16;
-constexpr bool ALIGNED = RANK % 8 == 0;  // rows of b start at multiples of 16 bytes, spans' in h too
+constexpr bool ALIGNED = RANK % 8 == 0;  // rows of b and spans of h are 16-byte aligned
 static_assert(BLOCK_ROWS % STEP_ROWS == 0 && STEP_M16 >= 1, "a step is of all warps");
 static_assert(WARPS / ROW_WARPS * CHUNK * 8 == 2 * THREADS, "a thread sums two elements of d_b");
 
 struct Span {
     i64 start, stop;  // columns of d_out
     i64 before;       // columns of earlier spans
-    int number, split;  // the latter: of this block, within the span
+    int number, split;  // the span's number; this block's split within the span
 };
 
-// Offset of a unit of a row; the same unit of eight rows lies in different banks.
+// Byte offset of a unit of a row with COUNT units. A unit of eight rows lies in different banks.
 template <int COUNT> __device__ __forceinline__ int place_of(int row, int unit) {
     return (row * COUNT + (unit ^ row * COUNT / 8 % COUNT)) * 16;
 }
@@ -253,7 +257,8 @@ __device__ __forceinline__ Span find_span(i32 split_columns, const i64 (&start)[
     return span;
 }
 
-// Start copying STEP_ROWS rows of CHUNK columns from (first, column) on; zeros beyond rows and stop.
+// Start copying STEP_ROWS rows of CHUNK columns, from (first, column) on; zeros from row `rows` and
+// column `stop` on.
 __device__ __forceinline__ void load_tile(SharedAddress to, const bf16* d_out, i64 first, i64 rows,
                                           i64 column, i64 stop, i64 N) {
     constexpr int AT_ONCE = THREADS / UNITS;
@@ -267,7 +272,7 @@ __device__ __forceinline__ void load_tile(SharedAddress to, const bf16* d_out, i
     }
 }
 
-// COUNT rows of RANK elements, `stride` apart, to shared memory; zeros beyond `valid` rows.
+// Copy COUNT rows of RANK elements, `stride` apart, to shared memory; zeros from row `valid` on.
 template <int COUNT>
 __device__ __forceinline__ void load_ranks(char* to, const bf16* from, i64 stride, i64 valid) {
     if constexpr (ALIGNED) {
@@ -286,8 +291,8 @@ __device__ __forceinline__ void load_ranks(char* to, const bf16* from, i64 strid
     }
 }
 
-// The right operands of a product whose inner dimension are 16 rows of shared memory from `row` on:
-// for each eight of this warp's ranks.
+// Load a right operand for each 8 of this warp's ranks. The inner dimension is 16 rows of shared
+// memory, from `row` on.
 __device__ __forceinline__ void load_right(u32 (&right)[N8][2], SharedAddress from, int row,
                                            int first_unit) {
     const int lane = threadIdx.x & 31;
@@ -305,8 +310,8 @@ __device__ __forceinline__ void load_right(u32 (&right)[N8][2], SharedAddress fr
     }
 }
 
-// One piece of 16 rows, from `row` of the stage on, of all columns of the chunk. right_b, right_h:
-// what its rows and its columns are multiplied by.
+// Multiply a piece of d_out: 16 rows, from `row` of the stage on, of all columns of the chunk.
+// right_b, right_h: the right operands of the piece, and of the transposed piece.
 __device__ __forceinline__ void multiply_piece(float (&d_h)[N8][4], float (&d_b)[K16][N8][4],
                                                SharedAddress stage, int row,
                                                const u32 (&right_b)[K16][N8][2],
@@ -321,7 +326,7 @@ __device__ __forceinline__ void multiply_piece(float (&d_h)[N8][4], float (&d_b)
     }
 #pragma unroll
     for (int k = 0; k < K16; ++k) {
-        // The same four matrices in another order: of the transposed one, columns come first.
+        // The same four 8 x 8 matrices, in the order of the transposed piece.
         const u32 columns[4] = {turned[k][0], turned[k][2], turned[k][1], turned[k][3]};
 #pragma unroll
         for (int n = 0; n < N8; ++n) {
@@ -331,16 +336,16 @@ __device__ __forceinline__ void multiply_piece(float (&d_h)[N8][4], float (&d_b)
     }
 }
 
-// Add the warps' sums of d_b for a chunk, and store them: to `to`, (columns, RANKS), where the chunk
-// begins. `columns` of it are inside.
+// Add the warps' sums of d_b for a chunk, and store the totals from `to` on, the chunk's place in a
+// matrix (.., RANKS). columns: number of the chunk's columns that exist.
 __device__ __forceinline__ void store_columns(f32* to, float* sums, const float (&d_b)[K16][N8][4],
                                               i64 columns) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int warp = threadIdx.x >> 5;  // warps of the same ranks are neighbours
+    const int warp = threadIdx.x >> 5;  // warps with the same ranks are neighbours
     const int e = threadIdx.x * 2, group = e / (CHUNK * 8), column = e / 8 % CHUNK, rank = e % 8;
 #pragma unroll
     for (int n = 0; n < N8; ++n) {
-        if (n > 0) { __syncthreads(); }  // the first time, stages had barriers in between
+        if (n > 0) { __syncthreads(); }  // n = 0 needs none: earlier barriers suffice
         float* own = sums + warp * CHUNK * 8 + g * 8 + 2 * t;
 #pragma unroll
         for (int k = 0; k < K16; ++k) {
@@ -398,7 +403,7 @@ adapter_backward_partials(f32* __restrict__ h_partial, f32* __restrict__ b_parti
                                   b + (first_b + (i64)chunk * CHUNK) * RANK, RANK, stop - column);
             }
         }
-        cp_async_commit();  // also without copies, so that groups are counted alike
+        cp_async_commit();  // also without copies, so that group counts match
     };
     load_ranks<BLOCK_ROWS>(own_h, h + first_row * h_columns + span.number * RANK, h_columns,
                            rows - first_row);
@@ -406,7 +411,7 @@ adapter_backward_partials(f32* __restrict__ h_partial, f32* __restrict__ b_parti
     for (int i = 0; i < STAGES - 1; ++i) { load(i); }
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int row_warp = warp % ROW_WARPS, unit = warp / ROW_WARPS * N8;  // of 8 ranks
+    const int row_warp = warp % ROW_WARPS, unit = warp / ROW_WARPS * N8;  // unit: of 8 ranks
     float d_h[M16][N8][4] = {};
     int step = 0;
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -415,7 +420,7 @@ adapter_backward_partials(f32* __restrict__ h_partial, f32* __restrict__ b_parti
 #pragma unroll
         for (int part = 0; part < STEPS; ++part) {
             cp_async_wait<STAGES - 2>();
-            __syncthreads();  // everybody's copies are there, and the stage before is used up
+            __syncthreads();  // all copies have arrived, and all warps have used the last stage
             load(step + STAGES - 1);
             if (part == 0) {
                 const SharedAddress slot = shared_address(slots) + chunk % B_SLOTS * SLOT_BYTES;
@@ -457,7 +462,7 @@ adapter_backward_partials(f32* __restrict__ h_partial, f32* __restrict__ b_parti
     }
 }
 
-// The sum of `count` elements, `stride` apart, one after the other.
+// The sum of `count` elements that are `stride` apart, added one after the other.
 __device__ __forceinline__ float sum_of(const f32* p, i64 stride, int count) {
     float total = 0.0f;
 #pragma unroll 8

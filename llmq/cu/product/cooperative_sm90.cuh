@@ -1,6 +1,6 @@
-// cooperative_sm90.cuh -- products for Hopper whose tiles go to other warps through shared memory.
+// cooperative_sm90.cuh -- products for Hopper that hand tiles to other warps through shared memory.
 //
-// Tiles, their ring, their order and names are those of product_sm90.cuh.
+// product_sm90.cuh explains tiles, their ring and order, and names.
 #pragma once
 #include "product/smem_tiles.cuh"
 #include "product/product_sm90.cuh"
@@ -8,13 +8,13 @@
 // A product whose epilogue runs in other warps than the multiplication.
 //
 // Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each;
-// they scale it, round it to BF16, put it into shared memory, and go on with the next one.
-// EPILOGUES further warps take the tile from there, a unit each, in turns. EPILOGUES: 4, a warpgroup,
-// or 7, all that are left.
+// they scale the tile, round it to BF16, put it into shared memory, and go on with the next tile.
+// EPILOGUES further warps take units of the tile in turns. EPILOGUES: 4, a warpgroup, or 7, all
+// warps that are left.
 //
-// HELPED: warps that multiply, which have more registers, take units of the last tile, too.
-// IN_PARTS: the tensor cores' sums of some steps are added up in F32. BARRIERS: of an epilogue, for
-// UNITS_OF_BOX arrivals each, from `more` on.
+// HELPED: warps that multiply, which have more registers, also take units of the last tile.
+// IN_PARTS: sums of the tensor cores over some steps are added up in F32. BARRIERS: number of the
+// epilogue's barriers, for UNITS_OF_BOX arrivals each, from `more` on.
 template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : Base, Policy {
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
     using typename Base::Ring;
@@ -22,7 +22,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
     static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * LINE;
     static constexpr int WIDTH = PAIRED ? TILE_COLUMNS / 2 : TILE_COLUMNS;
     static constexpr int THREADS = 512;
-    // Of a thread: equal shares would not hold two sums of each element.
+    // Registers of a thread; equal shares would not hold two sums of each element.
     static constexpr int LOADER_REGISTERS = 24, PRODUCT_REGISTERS = 216, EPILOGUE_REGISTERS = 56;
 
     SharedAddress boxes, ready, taken, more;  // ready, taken: a barrier of each box
@@ -34,20 +34,20 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
           taken(ready + 8 * BOXES),
           more(taken + 8 * BOXES) {}
 
-    // One thread of the block calls it; then all threads of the cluster wait for each other.
+    // One thread of the block calls init; then all threads of the cluster wait for each other.
     __device__ __forceinline__ void init() const {
         Base::init(4);
         for (int i = 0; i < BOXES; ++i) {
-            barrier_init(ready + 8 * i, 8);  // the warps that multiply
+            barrier_init(ready + 8 * i, 8);  // 8 warps multiply
             barrier_init(taken + 8 * i, UNITS_OF_BOX);
         }
         for (int i = 0; i < BARRIERS; ++i) { barrier_init(more + 8 * i, UNITS_OF_BOX); }
         barriers_ready();
     }
 
-    // The work of a block. Warp `me` of the epilogue runs epilogue.take(product, work, me); HELPED: a
-    // warp that has multiplied runs epilogue.help(product, work). IN_PARTS: epilogue.part_steps, at
-    // least 2.
+    // A block's work. Warp `me` of the epilogue runs epilogue.take(product, work, me). HELPED: each
+    // warp that has multiplied runs epilogue.help(product, work). IN_PARTS: epilogue.part_steps is
+    // the number of steps of a part, at least 2.
     template <class Epilogue>
     __device__ __forceinline__ void run(const Work& work, const Operands& operands,
                                         Epilogue& epilogue) const {
@@ -82,11 +82,11 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply.
+    // Run by warpgroup `me`, 0 or 1, of the two that multiply.
     template <class Epilogue>
     __device__ __forceinline__ void multiply_tiles(const Work& work, const Operands& operands,
                                                    const Epilogue& epilogue, int me) const {
-        const float scale = Base::scale(operands);  // of the sum without tails
+        const float scale = Base::scale(operands);  // factor of the sum without tails
         Ring ring(0);
         u32 free_parity = 1;  // the boxes are free at first
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
@@ -95,7 +95,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
                 float more[1][SUMS];
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i) { d[0][i] = 0.0f; }
-                // One warpgroup adds while the other one has products on their way.
+                // One warpgroup adds while products of the other are under way.
                 const int part = epilogue.part_steps;
                 int count = me == 0 ? part : part / 2;
 #pragma unroll 1
@@ -124,7 +124,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // d = the sum of some steps, for a warpgroup's rows.
+    // d = the sum over the next `count` steps, for a warpgroup's rows.
     __device__ __forceinline__ void finish_steps(float (&d)[1][SUMS], Ring& ring, int me,
                                                  int count) const {
         const SharedAddress before = Base::multiply_steps(d, ring, 64 * me, count);
@@ -136,9 +136,9 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
     __device__ __forceinline__ void hand_over(const float (&d)[SUMS], int first_row, float scale,
                                               u32 free_parity) const {
         int thread = threadIdx.x % 128;
-        forget(thread);  // or addresses would be held, for which there are no registers, over all tiles
+        forget(thread);  // else addresses would stay in registers, which are too few
         const u32 warp = thread / 32, lane = thread % 32;
-        const u32 row = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
+        const u32 row = lane & 15, octet = lane >> 4;  // 16-byte words, for stmatrix
         const SharedAddress line = boxes + (first_row + 16 * warp + row) * LINE;
 #pragma unroll
         for (int b = 0; b < BOXES; ++b) {
@@ -161,9 +161,10 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // Warp `me` of the EPILOGUES ones: work_on.begin(), then work_on(tile, b, line, its address) for each
-    // of its units, 32 lines of box b from that one, of which it reads nothing afterwards. HELPED: of the last tile it
-    // takes its first unit alone, the others are the multiplying warps' (take_last).
+    // Run by warp `me` of the epilogue: work_on.begin(), then work_on(tile, b, line, address of
+    // line) for each of the warp's units, 32 lines of box b, which work_on must have read when it
+    // returns. HELPED: the warp takes one unit of the last tile; the multiplying warps take the
+    // others (take_last).
     template <class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
         static_assert(UNITS_OF_BOX == PARTS, "units of other sizes are taken by the file's own code");
@@ -185,7 +186,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // By a warp that has multiplied all tiles: one unit of the last one.
+    // Run by a warp that has multiplied all tiles: takes one unit of the last tile.
     template <class WorkOn>
     __device__ __forceinline__ void take_last(const Work& work, u32 unit, WorkOn& work_on) const {
         static_assert(UNITS == EPILOGUES + 8, "a unit for each warp");

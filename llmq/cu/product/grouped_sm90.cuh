@@ -1,24 +1,25 @@
 // grouped_sm90.cuh -- the tiles of products for Hopper whose rows are sorted by expert.
 //
-// As Work and Tile of product_sm90.cuh: each expert's rows have pairs of tiles of their own, times its
-// matrix. If the last pair has at most 128 rows, both blocks take them, with neighbouring columns, so
-// that an expert's last tile is half empty on average, not a whole one. Right has all matrices below
-// each other, each of `apart` rows; the tail likewise, of `tail_apart`. A block counts the tiles in
-// front of each expert once, and finds its own among them. Tiles of an expert go down its rows first:
-// rows and matrix stay in L2.
+// Work and Tile play the roles of those in product_sm90.cuh. Each expert's rows have pairs of tiles
+// of their own, multiplied by the expert's matrix. If the last pair has at most 128 rows, both
+// blocks take these rows, with neighbouring columns; so an expert wastes half a tile on average,
+// not a whole tile. Right has all matrices below each other, `apart` rows each; the tail likewise,
+// `tail_apart` rows each. A block counts the tiles in front of each expert once, and looks up its
+// tiles in these counts. Tiles of an expert go down the rows first, so that rows and matrix stay in
+// L2.
 //
-// With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix.
+// With GROUPED = 2 products sum over rows: each expert has all tiles of its matrix.
 #pragma once
 
 #if GROUPED == 1
 constexpr int MOST_EXPERTS = 512;
 
 struct Work {
-    const i32 *starts, *before;  // before: of each expert, in shared memory
+    const i32 *starts, *before;  // before: tiles in front of each expert, in shared memory
     int experts, columns, tiles, width, apart, tail_apart, cluster, clusters;
     u32 rank;
 
-    // By all threads of the block. starts: (experts + 1). all_columns: of a result.
+    // All threads of the block call this. starts: (experts + 1). all_columns: columns of a result.
     __device__ __forceinline__ Work(const i32* starts, int experts, int all_columns, int width,
                                     int apart, int tail_apart)
         : starts(starts),
@@ -37,7 +38,7 @@ struct Work {
         tiles = counted[experts];
     }
 
-    // Number of pairs of blocks' tiles below each other for `rows` rows.
+    // Number of pairs of tiles, one above the other, that `rows` rows take.
     static __device__ __forceinline__ int pairs(int rows) {
         return (rows + TILE_ROWS - 1) / (2 * TILE_ROWS);
     }
@@ -63,7 +64,7 @@ private:
     }
 };
 
-// end: of the expert's rows, of which a tile may have others. beside: the other block has the same
+// end: end of the expert's rows; a tile may reach beyond. beside: the other block has the same
 // rows.
 struct Tile {
     int row, column, right, tail, expert, end;
@@ -96,7 +97,8 @@ struct Work {
     int pairs, columns, tiles, width, last_width, cluster, clusters;
     u32 rank;
 
-    // starts: (experts + 1). rows, all_columns: of a matrix. last_width: of the last tile of a row.
+    // starts: (experts + 1). rows, all_columns: size of a matrix. last_width: columns of the last
+    // tile of a row.
     __device__ __forceinline__ Work(const i32* starts, int experts, int rows, int all_columns,
                                     int width)
         : starts(starts),
@@ -110,7 +112,7 @@ struct Work {
           rank(cluster_rank()) {}
 };
 
-// first, count: the rows that are summed over. boxes: of columns.
+// first, count: the rows to sum over. boxes: number of boxes of columns.
 struct Tile {
     static constexpr int right = 0, tail = 0;
     int row, column, boxes, expert, first, count;
@@ -118,7 +120,7 @@ struct Tile {
     __device__ __forceinline__ Tile(int t, const Work& work) {
         const int of_expert = work.pairs * work.columns;
         expert = t / of_expert;
-        // Rotated by expert: else one cluster might get the narrow tiles of all experts.
+        // Tiles are rotated by expert, or one cluster might get all experts' narrow tiles.
         const int rest = (t + expert * 7) % of_expert;
         row = (rest % work.pairs * 2 + work.rank) * TILE_ROWS;
         column = rest / work.pairs;

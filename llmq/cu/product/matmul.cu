@@ -1,7 +1,7 @@
-// matmul.cu -- what a block-scaled product of the library reads beside its codes; and products of signed
-// bytes.
+// matmul.cu -- scales and scalars that a library's block-scaled product reads; and products of
+// signed bytes.
 //
-//   scales[i] = 127, which is the scale 1;  scalars[0] = scale_a * scale_b * alpha;
+//   scales[i] = 127, the code of scale 1;  scalars[0] = scale_a * scale_b * alpha;
 //   scalars[4] = beta
 //
 // Data     declared in llmq/ops/product/matmul.py. scalars: the library reads elements 0 and 4.
@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(256) block_scales(
 //   out[m, n] = (f32(sum over k of a[m, k] * b[n, k]) * (scale_a[m] * alpha)) * scale_b[n]
 //               [+ bias[n] | + out]
 //
-// The sum is exact, in 32 bits; the rest is computed in F32 and rounded to out once. That is one
-// pass over `out`: cuBLASLt would write the sums as 32-bit integers, for another kernel to read.
+// The sum is exact, in 32 bits; the rest is computed in F32 and rounded to out once. The kernel
+// passes over `out` once; cuBLASLt would write sums as 32-bit integers, for another kernel to read.
 //
 // Data     a: I8 (M, K), b: I8 (N, K), out: D (M, N) (f32, bf16), scale_a: F32 (M), scale_b: F32
 //          (N), bias: BF16 (N) or null. All 16-byte aligned.
@@ -53,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(256) block_scales(
 
 using Mainloop = Sm80Mainloop<i8, WARPS_M, WARPS_N, WARP_N, STAGES>;
 constexpr int TILE_M = Mainloop::ROWS, TILE_N = Mainloop::COLUMNS, THREADS = Mainloop::THREADS;
-constexpr int GROUP = 8;  // rows of tiles that are made together, so that they share b's in L2
+constexpr int GROUP = 8;  // rows of tiles computed together, which share b's tiles in L2
 
-// The tile of a block: down GROUP rows of tiles first, then across.
+// Find the block's tile: blocks go down GROUP rows of tiles first, then across.
 __device__ __forceinline__ void find_tile(i64& row, i64& column, i64 M, i64 N) {
     const int down = (int)((M + TILE_M - 1) / TILE_M), across = (int)((N + TILE_N - 1) / TILE_N);
     const int group = blockIdx.x / (GROUP * across), in_group = blockIdx.x % (GROUP * across);

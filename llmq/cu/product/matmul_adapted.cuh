@@ -4,17 +4,18 @@
 //
 // Data     out: bf16 (M, N). bias: bf16 (N), with BIAS. addend: as out, other memory, with ADDEND.
 //          A tile has 192 or 224 columns, which changes no bit.
-// Cost     What is added comes through the chunk that the result leaves from, a part at a time: in
-//          turns the other warpgroup multiplies meanwhile.
+// Cost     The addend is loaded, a part at a time, into the chunk from which the result is stored.
+// If
+//          warpgroups take turns, the other warpgroup multiplies meanwhile.
 #pragma once
 #include "product/pingpong_sm90.cuh"
 
 constexpr int CHUNKS = IN_TURNS ? 1 : 2;
 using Product = PingPong<Mainloop, CHUNKS * CHUNK_BYTES>;
 
-// A warp's work on its rows of a tile: 16 of each half from first_row on, 64 columns at a time
-// through its chunks. If there are 224, the last 64 begin in those before, and are there twice, the same.
-// arrived: the warp's barrier, whose phase is even before and after.
+// A warp's work on its rows of a tile: 16 rows of each half, from first_row on, pass through the
+// warp's chunks 64 columns at a time. Of 224 columns the last 64 overlap the 64 before, and both
+// write equal values. arrived: the warp's barrier, whose phase is even before and after.
 struct Epilogue {
     const TensorMap *out, *addend;
     const bf16* bias;
@@ -31,11 +32,11 @@ struct Epilogue {
         for (int c = 0; c < HALVES_OF_TILE * TILE_BOXES; ++c) {
             const int half = c / TILE_BOXES, first = min(c % TILE_BOXES * BOX, TILE_COLUMNS - BOX);
             const SharedAddress chunk = chunks + c % CHUNKS * CHUNK_BYTES;
-            u32 more[BOX / 8];  // bias of two of every 8 columns
+            u32 more[BOX / 8];  // bias for two of every 8 columns
             if constexpr (BIAS) {
 #pragma unroll
                 for (int i = 0; i < BOX / 8; ++i) {
-                    // Volatile: there are no registers for those of all boxes at once.
+                    // Volatile, because registers cannot hold the bias of all boxes at once.
                     const int column = first + 8 * i;
                     more[i] = column < left ? mine[column / 2] : 0;
                 }

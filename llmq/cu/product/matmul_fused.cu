@@ -1,19 +1,20 @@
-// matmul_fused.cu -- products of our own, each with what follows it: one launch.
+// matmul_fused.cu -- llmq's own products, each fused with the operation that follows, in one
+// launch.
 //
-//   x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T        and of x what the epilogue makes
+//   x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T        then epilogue(x)
 //
-// ENTRY is the name of a kernel that is launched, and ENTRY.cuh has its epilogue and says what it
-// computes: `Epilogue`; `Product`, which is how tiles are shared out among warps (pingpong_sm90.cuh,
-// cooperative_sm90.cuh); PARAMETERS of the kernel beside the operands; and the ARGUMENTS of an
-// Epilogue. product_sm90.cuh says what is multiplied, and in which order.
+// ENTRY is the kernel's name. ENTRY.cuh describes the result and defines `Epilogue`; `Product`,
+// which shares out tiles among warps (pingpong_sm90.cuh, cooperative_sm90.cuh); PARAMETERS of the
+// kernel beside the operands; and ARGUMENTS of an Epilogue. product_sm90.cuh has the order of tiles
+// and the main loop.
 //
 // Data     declared in llmq/ops/product/matmul_fused.py. B_K_OUTSIDE = 1: b is (K, N);
 //          TAIL_K_OUTSIDE = 1: tail is (R, N). RANK: R rounded up to 16; 0: no tail. Products of
 //          fp8 codes are added as the tensor cores do ("fast accumulation"), with the bits of
 //          cuBLASLt. alpha: read with HAS_ALPHA = 1.
-// Launch   an even number of blocks of Product::THREADS threads, not more than there are
-//          multiprocessors, nor tiles; dynamic shared memory for RING_STAGES pairs of tiles, for what an
-//          epilogue has, and barriers (ops/product/matmul_fused.py). TILE_WIDTH: columns of a tile.
+// Launch   an even number of blocks of Product::THREADS threads, at most the number of
+//          multiprocessors and of tiles; dynamic shared memory for RING_STAGES pairs of tiles, the
+//          epilogue, and barriers (ops/product/matmul_fused.py). TILE_WIDTH: columns of a tile.
 // Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and TILE_WIDTH of b for each of its tiles.
 // Needs    compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
 // Source   PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copies", "mbarrier".
@@ -26,7 +27,7 @@ constexpr int TILE_COLUMNS = TILE_WIDTH;
 using Mainloop = Sm90Mainloop<A, B, B_K_OUTSIDE, RANK, TAIL_K_OUTSIDE, RING_STAGES>;
 #include "product/ENTRY.cuh"
 
-#ifndef WORK  // of rows that all have the same matrix
+#ifndef WORK  // default: all rows have the same matrix
 #define WORK M, N, Product::WIDTH, K * (int)sizeof(A)
 #endif
 

@@ -5,20 +5,19 @@
 //
 // Data     a: BF16 (M, K); b: BF16 (N, K); out, addend: D (M, N); bias: D (N). bias, addend may be
 //          null.
-//          skinny_nf4: rows of b as NF4 codes (quantize/four_bits.cu) in modules of of_module rows,
-//          decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. skinny_bytes: rows of b as E4M3
-//          (no NaN) or I8 codes Q, in modules of of_module rows. Each of_scale rows of a module
-//          share one scale for all columns, or with several `columns` of scales one for each 128
-//          columns. starts: I32 (E + 1), null if E = 1: rows [starts[e], starts[e + 1]) of a are
-//          multiplied by the e-th N rows of b, and get the e-th N elements of bias.
+//          skinny_nf4: rows first + [0, rows) of b as NF4 codes (quantize/four_bits.cu) of
+//          `modules` modules, decoded to BF16. skinny_mxfp4: all of b as MXFP4 codes. skinny_bytes:
+//          rows first + [0, rows) of b as E4M3 (no NaN) or I8 codes Q, in modules of of_module
+//          rows. Each of_scale rows of a module share a scale for all columns; if columns > 1, for
+//          each 128 columns. starts: I32 (E + 1), null if E = 1: rows [starts[e], starts[e + 1]) of
+//          a are multiplied by the e-th N rows of b, and get the e-th N elements of bias.
 // Launch   32 WARPS threads, any grid: a block has FEATURES = 8 TILES rows of b at a time. Warps take
 //          every eighth 64 elements of K; the block adds their sums one warp after the other.
 //          Kernels of codes: b is the tensor cores' left operand, with 128 elements of K (bytes:
 //          64) at a time; TILES of 8 rows of a at a time, for any M, and SPREAD tiles of 16 rows of
 //          b; grid (b's rows / (16 SPREAD), E); dynamic shared memory for all stages, or all warps'
 //          sums.
-// Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. The first
-// loads
+// Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. First loads
 //          of b are in flight while the kernel before this one still runs. NF4, few rows: about
 //          seven instructions for each code.
 // Needs    sm_80; K a multiple of 8, of bytes of 16; M <= ROWS. b, codes and scales are written by no
@@ -51,7 +50,7 @@ constexpr int CODED_RESIDENT = TILES * SPREAD <= MOST_OF_THREE             ? 3
                                : TILES * SPREAD <= 4 || SPREAD == 1 ? 2
                                                                      : 1;
 constexpr int STAGES = SPREAD == 1 ? 4 : 2;  // stages of codes; all but one are under way
-constexpr int UNROLL = TILES * SPREAD == 1 ? 2 : 1;   // more would decode too early for the registers
+constexpr int UNROLL = TILES * SPREAD == 1 ? 2 : 1;   // 1: more decodes too early
 
 __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
@@ -194,9 +193,9 @@ __device__ __forceinline__ int code_row(int n, int rows) {
 
 // A format of codes has PER_VECTOR elements in 16 bytes; eight(words, scale) decodes eight
 // elements, whose codes have type Eight. Scales holds a lane's scales for rows n and n + 8, which
-// multiply elements, or sums with SCALES_SUMS. fetch(k) loads a chunk's four vectors of scales at
-// k, turn() converts the loaded values, of(r, s) is the scale of row n + 8 r in the chunk's s-th 32
-// elements.
+// multiply elements, or sums with SCALES_SUMS. fetch(k) loads scales for the chunk of four vectors
+// of codes at k, turn() converts the loaded values, of(r, s) is the scale of row n + 8 r in the
+// chunk's s-th 32 elements.
 
 // Codes of four bits. table: F32 value of each code.
 template <bool HIGH_FIRST> struct FourBits {
