@@ -23,16 +23,15 @@
 //          d_state: overwritten, or null. starts: first position of each token's document, or
 //          null: then all tokens see the state if `carried`.
 // Launch   dynamic shared memory as llmq/ops/delta/delta_rule.py says, less than 100 KB on GPUs
-// that
-//          have no more. prepare: 256 threads, grid (Hv, B, chunks), last chunk first; gradients:
-//          256 threads, grid (Hk, B, chunks), a loop over each key head's value heads. These orders
-//          reuse L2: scans begin with tiles just written, gradients with a scan's last. scan,
-//          states, scan_backward: two threads for each of 64 columns of v (32 if DV is no multiple
-//          of 64), grid (DV / 64, Hv, B); recurrence: 128 threads, grid (DV / 32, Hv, B). A scan's
-//          warp holds 16 columns of v of a state in registers, F32, transposed: rounded to T, the
-//          registers are the left factor of the warp's next product, and no warp waits for
-//          another's state. .._sm90 (delta_sm90.cuh): 192 threads, grid (2, Hv, B) in clusters of
-//          2.
+//          that have no more. prepare: 256 threads, grid (Hv, B, chunks), last chunk first;
+//          gradients: 256 threads, grid (Hk, B, chunks), a loop over each key head's value heads.
+//          These orders reuse L2: scans begin with tiles just written, gradients with a scan's
+//          last. scan, states, scan_backward: two threads for each of 64 columns of v (32 if DV is
+//          no multiple of 64), grid (DV / 64, Hv, B); recurrence: 128 threads, grid (DV / 32, Hv,
+//          B). A scan's warp holds 16 columns of v of a state in registers, F32, transposed:
+//          rounded to T, the registers are the left factor of the warp's next product, and no warp
+//          waits for another's state. .._sm90 (delta_sm90.cuh): 192 threads, grid (2, Hv, B) in
+//          clusters of 2.
 // Cost     products on the tensor cores, FMAs for a token and a value head: prepare 64 (DK + DV) +
 //          128 DK, states 2 DK DV, scan 3 DK DV + 64 DV, scan_backward 3 DK DV + 64 DV,
 //          gradients 3 DK DV + 64 (3 DV + 4 DK). All tensors are read and written once, but tensors

@@ -14,14 +14,13 @@
 //          partial: F32 (B * spans, channels, TAPS), each block's sums for d_weight, or null.
 //          bias_partial: F32 (B * spans, channels), the same for d_bias.
 // Launch   128 threads, each with WIDE neighbouring channels (8 bytes). forward: grid (channels /
-// (128
-//          WIDE), spans of 32 tokens, B), rounded up. backward: a warp has 32 WIDE channels of 128
-//          tokens; grid (channels / (32 WIDE), spans of 512 tokens, B). keep: a channel in each
+//          (128 WIDE), spans of 32 tokens, B), rounded up. backward: a warp has 32 WIDE channels of
+//          128 tokens; grid (channels / (32 WIDE), spans of 512 tokens, B). keep: a channel in each
 //          thread, grid (channels / 128, 1, B). A thread reads the next batch of tokens while it
 //          computes with this one.
 // Cost     x is read once, and TAPS - 1 more tokens for each span; out is written once.
-// Memory-bound. Needs    TAPS at least 2. channels and columns multiples of WIDE: 4 in BF16, 2 in
-// F32.
+//          Memory-bound.
+// Needs    TAPS at least 2. channels and columns multiples of WIDE: 4 in BF16, 2 in F32.
 #include "pointwise/activation.cuh"
 
 constexpr int SPAN = 32, SPAN_BACKWARD = 128, THREADS = 128, BEFORE = TAPS - 1;

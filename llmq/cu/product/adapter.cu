@@ -13,11 +13,9 @@
 // Data     declared in llmq/ops/product/adapter.py. Spans ascend; unused spans are empty. Spans
 //          repeat every `period` rows.
 // Launch   256 threads. expand: eight elements of whole each. collect: an element of b each. norms:
-// a
-//          block for 16 rows. columns: a 16-byte vector each.
+//          a block for 16 rows. columns: a 16-byte vector each.
 // Cost     the result is written once; only operand elements with a counterpart are read. norms: w
-// is
-//          read once, with `rank` multiplications for each element.
+//          is read once, with `rank` multiplications for each element.
 // Needs    columns >= rank * spans, a multiple of 8; fewer than 2^35 elements of whole. columns: whole
 //          vectors in a row; out may be x.
 #include "common.cuh"

@@ -5,8 +5,7 @@
 // Data     out: bf16 (M, N). bias: bf16 (N), with BIAS. addend: as out, other memory, with ADDEND.
 //          A tile has 192 or 224 columns, which changes no bit.
 // Cost     The addend is loaded, a part at a time, into the chunk from which the result is stored.
-// If
-//          warpgroups take turns, the other warpgroup multiplies meanwhile.
+//          If warpgroups take turns, the other warpgroup multiplies meanwhile.
 #pragma once
 #include "product/pingpong_sm90.cuh"
 
