@@ -1,18 +1,19 @@
-// matmul_gradient.cuh -- a weight's gradient: a product of fp8 codes that is added to what is stored.
+// matmul_gradient.cuh -- a weight's gradient: a product of fp8 codes that is added to a stored sum.
 //
 //   d = accumulate ? round(d + bf16(x)) : bf16(x)
 //
-// The sum is rounded stochastically, by the random bits of the element. So they are those of the
-// product alone and of the sum of gradients behind it (reduce.cu).
+// The sum is rounded stochastically, by the element's random bits, so that the result equals a
+// separate product followed by a sum of gradients (reduce.cu), bit for bit.
 //
-// Warps add a tile, from shared memory, to the gradient in device memory, 32 rows of a box at a time: 8
-// lanes have a row's 64 columns, which are a line of memory. Two other warpgroups multiply the next tile
-// meanwhile.
+// Warps add a tile in shared memory to the gradient in device memory, 32 rows of a box at a time: 8
+// lanes have a row's 64 columns, which are a line of memory. Two other warpgroups multiply the next
+// tile meanwhile.
 //
-// Data     d: bf16 (M, N). scalars: seed, step and micro_step, if something is added. part_steps: with
-//          EXACT, of how many steps of 128 of K the tensor cores' sums are added up by themselves.
-// Cost     d is written once, and read once if it is added to; about 11 instructions for each element,
-//          which hide behind the next tile's product.
+// Data     d: bf16 (M, N). scalars: seed, step and micro_step, used with accumulate. part_steps:
+//          with EXACT, number of steps of 128 of K after which the tensor cores' sums are added up
+//          in F32.
+// Cost     d is written once, and with accumulate read once; about 11 instructions for each
+//          element, which overlap with the next tile's product.
 #pragma once
 #include "product/smem_tiles.cuh"
 
@@ -34,7 +35,8 @@ struct Epilogue {
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         product.take_boxes(work, me, *this);
     }
-    // The warps of the epilogue have the first units of the last tile, those that multiply the others.
+    // Of the last tile the epilogue's warps take the first units, the warps that multiply the
+    // others.
     template <class Helped>
     __device__ __forceinline__ void help(const Helped& product, const Work& work) {
         product.take_last(work, __shfl_sync(~0u, threadIdx.x / 32, 0), *this);
@@ -42,7 +44,7 @@ struct Epilogue {
 
     __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
                                                SharedAddress lines) const {
-        constexpr int ROWS = 4;  // of a lane, whose loads are in flight together
+        constexpr int ROWS = 4;  // rows of a lane, whose loads are in flight together
         const int lane = threadIdx.x % 32, octet = lane % 8;
         const int column = tile.column + BOX * b + 8 * octet;
         if (column >= N) { return; }
@@ -67,7 +69,7 @@ struct Epilogue {
     }
 
 private:
-    // Eight neighbours.
+    // Store or add eight neighbouring elements. before: d's elements. x: the product's.
     __device__ __forceinline__ void store(bf16* to, const uint4& before, const uint4& x) const {
         const u64 eight = (to - d) >> 3;
         __stcs(reinterpret_cast<uint4*>(to), accumulate ? add_gradients(before, x, seed, eight) : x);

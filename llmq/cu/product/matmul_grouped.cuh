@@ -1,14 +1,18 @@
-// matmul_grouped.cuh -- the product of rows that are sorted by expert, each expert's with its matrix.
+// matmul_grouped.cuh -- products of rows sorted by expert, each expert's rows with the expert's
+// matrix.
 //
-//   out[r] = x[r] [+ bias[e]]     x: the sum of matmul_fused.cu, rounded once; e: who has row r
+//   out[r] = x[r] [+ bias[e]]     x: the sum of matmul_fused.cu, rounded once; e: the expert of row
+//   r
 //
-// Data     b: each expert's (N, K) below each other, with B_K_OUTSIDE (K, N), where K is a multiple of
-//          64. tail: the same of (N, R) or (R, N), of TAIL_ROWS = R, whose last box may have rows of the
-//          next expert's: h has zeros there. out: bf16 (M, N). bias: bf16 (experts, N), with BIAS. starts: I32 (experts + 1), where
-//          the rows of each one start, from 0 to M. At most 512 experts.
-// Cost     A cluster has 256 rows of one expert, or 128 and twice the columns: 64 rows of an expert's
-//          tiles are none, on the average. Results go from a chunk of 16 rows to memory by plain stores, because other
-//          rows may be another expert's: the other warpgroup multiplies meanwhile.
+// Data     b: the experts' matrices (N, K) below each other; with B_K_OUTSIDE (K, N), K a multiple
+//          of 64. tail: likewise (N, R), or (R, N) with TAIL_ROWS = R; its last box may reach into
+//          the next expert's rows, where h has zeros. out: bf16 (M, N). bias: bf16 (experts, N),
+//          with BIAS. starts: I32 (experts + 1), first row of each expert, from 0 to M. At most 512
+//          experts.
+// Cost     A cluster has 256 rows of one expert, or 128 rows and twice the columns: on average an
+//          expert's tiles waste 64 rows. Results go from a chunk of 16 rows to memory by plain
+//          stores, because the chunk may reach into another expert's rows; the other warpgroup
+//          multiplies meanwhile.
 #pragma once
 #include "product/pingpong_sm90.cuh"
 
@@ -28,7 +32,7 @@ struct Epilogue {
 #pragma unroll
         for (int c = 0; c < HALVES_OF_TILE * TILE_BOXES; ++c) {
             const int half = c / TILE_BOXES, box = c % TILE_BOXES;
-            // Or addresses of all boxes would be held at once, for which there are no registers.
+            // Else addresses of all boxes would be held at once, which registers cannot.
             int first = tile.column, row = first_row + TILE_ROWS / 2 * half;
             forget(first), forget(row);
             first += box * BOX, row += tile.row;
@@ -37,7 +41,7 @@ struct Epilogue {
             __syncwarp();  // the chunk is empty
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                u32 pairs[4], more[2];  // more: bias of two of every 8 columns
+                u32 pairs[4], more[2];  // more: bias for two of every 8 columns
                 if constexpr (BIAS) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {

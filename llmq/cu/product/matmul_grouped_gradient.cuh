@@ -1,23 +1,25 @@
-// matmul_grouped_gradient.cuh -- gradients of experts' matrices: of rows that are sorted by expert.
+// matmul_grouped_gradient.cuh -- gradients of experts' matrices, from rows sorted by expert.
 //
 //   d[e] = accumulate ? round(d[e] + bf16(x)) : bf16(x)      x = a^T @ b over the rows of e, in F32
 //
-// The sum is rounded stochastically, by the random bits of the element, as matmul_gradient.cuh has
-// it. Both operands have K, the rows, outside. As pingpong_sm90.cuh has it, but that each tile has steps
-// of its own, and that the last one may have rows of the next expert: in shared memory they become
-// zeros, up to a whole slice. The last tile of a row multiplies the boxes that have columns.
+// The sum is rounded stochastically, by the element's random bits, as in matmul_gradient.cuh. Both
+// operands have K, the rows, outside. Warpgroups work as in pingpong_sm90.cuh, but each tile has
+// its own number of steps, and the last step may have rows of the next expert: in shared memory
+// these rows become zeros, up to a whole slice. The last tile of a row multiplies only boxes that
+// have columns.
 //
-// Half a tile at a time goes to shared memory, and a short loop adds what is there while the other
-// warpgroup multiplies. Unrolled over all sums, its instructions would have to come anew for each tile.
+// Half a tile at a time goes to shared memory, from which a short loop adds it to d while the other
+// warpgroup multiplies. Unrolled over all sums, the loop would not stay in the instruction cache.
 //
-// Data     a: bf16 (K, M). b: bf16 (K, N). d: bf16 (experts, M, N). starts: I32 (experts + 1), from 0 to
-//          K. scalars: seed, step and micro_step, if something is added.
-// Cost     A cluster has 256 rows of a matrix. d is written once, and read once if it is added to; about
-//          11 instructions for each element, while the other warpgroup multiplies.
+// Data     a: bf16 (K, M). b: bf16 (K, N). d: bf16 (experts, M, N). starts: I32 (experts + 1),
+//          first row of each expert, from 0 to K. scalars: seed, step and micro_step, used with
+//          accumulate.
+// Cost     A cluster has 256 rows of a matrix. d is written once, and with accumulate read once;
+//          about 11 instructions for each element, while the other warpgroup multiplies.
 #pragma once
 #include "product/pingpong_sm90.cuh"
 
-constexpr int LINES_BYTES = TILE_BOXES * CHUNK_BYTES;  // of a warp: 16 rows of a tile
+constexpr int LINES_BYTES = TILE_BOXES * CHUNK_BYTES;  // a warp's memory: 16 rows of a tile
 using Base = PingPong<Mainloop, LINES_BYTES>;
 
 struct Product : Base {
@@ -26,7 +28,8 @@ struct Product : Base {
     static_assert(IN_TURNS && LEFT_BYTES == 2 * BOX_BYTES && TAILS == 0);
     using Base::Base;
 
-    // As of PingPong; `arrived` has a barrier of each warpgroup, for all of its threads.
+    // Like PingPong::init; `arrived` has a barrier for each warpgroup, on which all its threads
+    // arrive.
     __device__ __forceinline__ void init() const {
         Mainloop::init(2);
         for (int i = 0; i < CONSUMERS; ++i) {
@@ -64,12 +67,12 @@ struct Product : Base {
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply.
+    // Run by warpgroup `me`, 0 or 1, of the two that multiply.
     template <class Store>
     __device__ __forceinline__ void multiply_tiles(const Work& work, int me,
                                                    const Store& store) const {
         const int thread = threadIdx.x % 128, warp = me * 4 + thread / 32;
-        u32 before = 0, cleared = 0;  // steps of the tiles before; phases of `arrived`
+        u32 before = 0, cleared = 0;  // steps of earlier tiles; parity of `arrived`
         int n = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters, ++n) {
             const Tile tile(t, work);
@@ -95,7 +98,8 @@ struct Product : Base {
     }
 
 private:
-    // d += the sum over so many rows, of the first COLUMNS columns; then it is the other one's turn.
+    // d += the sum over `count` rows, for the first COLUMNS columns. Then the other warpgroup's
+    // turn begins.
     template <int COLUMNS>
     __device__ __forceinline__ void multiply_rows(Sums& d, Ring& ring, int count, int me,
                                                   u32& cleared) const {
@@ -127,8 +131,8 @@ private:
         if (count > 0) { release(rest > 0 ? empty + 8 * ring.stage : last); }
     }
 
-    // Rows of a stage's boxes from `valid` on to the end of their slice, which this warpgroup alone
-    // reads in this block.
+    // Clear rows of a stage's boxes from `valid` to the end of the slice. No other warpgroup of the
+    // block reads these rows.
     static __device__ __forceinline__ void clear(SharedAddress stage, int valid) {
         const int row = valid + threadIdx.x / 8 % SLICE_ROWS;
         if (row / SLICE_ROWS == valid / SLICE_ROWS) {
@@ -142,7 +146,8 @@ private:
     }
 };
 
-// A warp's work on its rows of a tile: 16 of each half from first_row on, 64 columns at a time.
+// A warp's work on its rows of a tile: 16 rows of each half, from first_row on, 64 columns at a
+// time.
 struct Epilogue {
     bf16* d;
     const StepScalars* scalars;
@@ -150,8 +155,8 @@ struct Epilogue {
     u32 salt;
     int M, N;
 
-    // Prefetch d to L2 while the tile is multiplied: else each warp would wait for device memory
-    // two dozen times. A thread of the warpgroup has a row.
+    // Prefetch d to L2 while the tile is multiplied, or each warp would wait for device memory two
+    // dozen times. Each thread of the warpgroup prefetches a row.
     __device__ __forceinline__ void prefetch(const Tile& tile, int thread) const {
         const int row = tile.row + thread;
         if (!accumulate || tile.count == 0 || row >= M) { return; }
@@ -166,7 +171,7 @@ struct Epilogue {
                                                SharedAddress lines) const {
         if (accumulate && tile.count == 0) { return; }
         const u32 seed = gradient_seed(scalars, salt), lane = threadIdx.x % 32;
-        const u32 line = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
+        const u32 line = lane & 15, octet = lane >> 4;  // 16-byte words, for stmatrix
 #pragma unroll
         for (int half = 0; half < HALVES_OF_TILE; ++half) {
             __syncwarp();  // the old contents have been read

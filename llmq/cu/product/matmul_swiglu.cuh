@@ -1,19 +1,18 @@
-// matmul_swiglu.cuh -- the activation behind the up product of a gated MLP.
+// matmul_swiglu.cuh -- the up product of a gated MLP, followed by the activation.
 //
 //   up_gate = x
 //   out     = up * (gate * s)        s = sigmoid(gate), or with GELU = 1 GELU's (activation.cuh)
 //
-// A tile is 96 columns of up and those of gate. Seven warps compute the activation of a tile while two
-// warpgroups multiply the next one. up_gate is rounded first, so that all bits are those of the product
-// and of swiglu.cu behind it.
+// A tile is 96 columns of up and the same columns of gate. Seven warps compute a tile's activation
+// while two warpgroups multiply the next tile. up_gate is rounded first, so that the result equals
+// a separate product followed by swiglu.cu, bit for bit.
 //
-// Data     b: (2F, K), tail: (2F, R), the rows of up and then those of gate; N is F. up_gate: bf16 (M,
-//          2F), with UP_GATE = 1, out: bf16 (M, F), with OUT = 1; else they may be null. abs_max: F32
-//          (1), with ABS_MAX = 1 raised to the largest |out|; else not touched. codes, transposed,
-//          scale, saturated as in fp8.cuh, of out; codes with CODES = 1, transposed with
-//          TRANSPOSED = 1.
-// Cost     About 25 instructions for each element of out, which hide behind the product where K is long
-//          enough. Only results are written.
+// Data     b: (2F, K), tail: (2F, R): rows of up, then rows of gate; N is F. up_gate: bf16 (M, 2F),
+//          null without UP_GATE = 1. out: bf16 (M, F), null without OUT = 1. abs_max: F32 (1),
+//          raised to the largest |out| with ABS_MAX = 1, else unchanged. codes (with CODES = 1),
+//          transposed (with TRANSPOSED = 1), scale, saturated: FP8 codes of out, as in fp8.cuh.
+// Cost     About 25 instructions for each element of out, which overlap with the product if K is
+//          large enough. Only results are written.
 // Needs    M and F multiples of 16.
 #pragma once
 #include "pointwise/activation.cuh"
@@ -27,7 +26,7 @@ struct Shape : Boxes {
 using Product = Cooperative<Mainloop, 7, Shape>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
 
-// Work of an epilogue's thread on its units of 4 rows and 8 columns of out.
+// An epilogue thread's work on its units of 4 rows and 8 columns of out.
 struct Epilogue {
     bf16 *up_gate, *out;
     Q *codes, *transposed;
@@ -70,7 +69,7 @@ struct Epilogue {
     }
 
 private:
-    // A row's columns of up and of gate.
+    // Load eight columns of up and of gate in one row.
     __device__ __forceinline__ void load(uint4& up, uint4& gate, SharedAddress lines, int line,
                                          int octet) const {
         up = load_shared(lines + line * LINE + ((octet ^ line & 7) << 4));
@@ -110,7 +109,8 @@ private:
         }
     }
 
-    // Four rows of eight columns: lanes that have the same columns write 32 bytes of each.
+    // Store codes of four rows and eight columns. Lanes with the same columns write 32 bytes of
+    // each.
     __device__ __forceinline__ void store_transposed(Q* to, const uint2 (&four)[4]) const {
         u32 words[2][4];
         transpose_bytes(words[0], {four[0].x, four[1].x, four[2].x, four[3].x});

@@ -1,21 +1,20 @@
-// matmul_swiglu_backward.cuh -- the gradient of SwiGLU or GeGLU behind the product that is the gradient
-// of its result.
+// matmul_swiglu_backward.cuh -- the product that gives the gradient of SwiGLU's or GeGLU's result,
+// followed by the activation's backward.
 //
 //   d_out = bf16(x)
 //   d_up_gate, out = swiglu_backward(d_out, up_gate)        as in swiglu.cu, with the same bits
 //
-// Warps compute what follows from a tile of d_out in units of 16 rows and 64 columns, a thread 4 rows
-// and 8 columns. A unit's part of up_gate is loaded one unit ahead, into registers, in lines of 128
-// bytes. Transposed codes meet in shared memory, those of a box, and are copied in whole lines. Less
-// than a line costs as much of the caches' time as a line. Seven warps do that while two warpgroups
-// multiply the next tile, and with a unit of the next box a warp copies an eighth of the codes of the
-// one before.
+// Seven warps process a tile of d_out in units of 16 rows and 64 columns, a thread 4 rows and 8
+// columns, while two warpgroups multiply the next tile. A unit's part of up_gate is loaded one unit
+// ahead, into registers, in lines of 128 bytes. A box's transposed codes are gathered in shared
+// memory and copied in whole lines, because part of a line costs as much cache time as a line. With
+// each unit of a box, a warp copies an eighth of the codes of the box before.
 //
 // Data     N is F. d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
-//          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu, and so are those of
-//          out's codes. D_UP_GATE: whether d_up_gate is written, else it is null.
-// Cost     Reads 4 F bytes a row, and writes as many with codes in both layouts: bound by memory where
-//          K is below about 2000 (fp8).
+//          abs_max, codes, transposed, scale, saturated, out, and the arguments for out's codes: as
+//          in swiglu.cu. D_UP_GATE = 1: d_up_gate is written; else it is null.
+// Cost     Reads 4 F bytes a row, and writes as many with codes in both layouts: memory-bound if K
+//          is below about 2000 (fp8).
 // Needs    M % 16 == 0, F % 64 == 0.
 #pragma once
 #include "pointwise/activation.cuh"
@@ -24,13 +23,13 @@
 
 using Gate = GateOf<GELU>::Type;
 
-constexpr int WARPS = 7;  // of the epilogue
+constexpr int WARPS = 7;  // warps of the epilogue
 constexpr int UNIT_ROWS = 16;
-// Transposed codes of a box, of up, of gate and of out: a line of 128 bytes for each column, whose 16
-// bytes of unit u lie in place u ^ (column / 8). Two boxes take turns.
+// Bytes of a box's transposed codes of up, gate or out: a line of 128 bytes for each column, in
+// which unit u's 16 bytes lie at place u ^ (column / 8). Two boxes take turns.
 constexpr int TRANSPOSED_BYTES = BOX * LINE, BUFFERS = 2;
-constexpr int TURNED = 2 * TRANSPOSED + OUT_TRANSPOSED;  // matrices that have transposed codes
-constexpr int BARRIER_BYTES = 512;  // not all of them are used
+constexpr int TURNED = 2 * TRANSPOSED + OUT_TRANSPOSED;  // number of matrices with transposed codes
+constexpr int BARRIER_BYTES = 512;  // more than the barriers need
 
 struct Shape : Boxes {
     static constexpr int UNITS_OF_BOX = TILE_ROWS / UNIT_ROWS;
@@ -41,19 +40,19 @@ using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
 using OutEncoder = OctetEncoder<O, OUT_TRANSPOSED, false>;
 constexpr int UNITS_OF_BOX = Product::UNITS_OF_BOX, UNITS = Product::BOXES * UNITS_OF_BOX;
 
-// A unit: 16 rows of a box of a tile. row, column: of the lane's first element; a lane has four rows
-// and eight columns.
+// A unit: 16 rows of a box of a tile. A lane has four rows and eight columns. row, column: the
+// lane's first.
 struct Unit {
-    int box, part, line, octet;  // line: of the box, the lane's first; octet: of the line's eight
+    int box, part, line, octet;  // line: the lane's first; octet: its eighth of the line
     int row, column;
-    bool inside;  // M is a multiple of 16 and F one of 64
-    i64 place;    // in up_gate, of the lane's first element
+    bool inside;  // true for all or no lanes: M is a multiple of 16, F of 64
+    i64 place;    // offset in up_gate of the lane's first element
     __device__ __forceinline__ Unit(const Tile& tile, int unit, int M, int F) {
         const int lane = threadIdx.x % 32;
         box = unit / UNITS_OF_BOX, part = unit % UNITS_OF_BOX;
         line = part * UNIT_ROWS + lane / 8 * 4, octet = lane % 8;
         row = tile.row + line, column = tile.column + box * BOX + 8 * octet;
-        inside = __all_sync(~0u, row < M && column < F);  // told so that nothing diverges
+        inside = __all_sync(~0u, row < M && column < F);  // so that nothing diverges
         place = (i64)row * 2 * F + column;
     }
 };
@@ -63,10 +62,10 @@ struct Codes {
     uint2 up[4], gate[4], out[4];
 };
 
-// A box whose transposed codes are in shared memory. turn: its number of all of this block.
+// A box whose transposed codes are in shared memory. turn: the box's number in this block.
 struct TransposedBox {
     u32 turn;
-    int row, column;  // its first
+    int row, column;  // the box's first
     __device__ __forceinline__ u32 buffer() const { return turn % BUFFERS; }
     __device__ __forceinline__ u32 parity() const { return turn / BUFFERS & 1; }
 };
@@ -84,13 +83,13 @@ struct Epilogue {
     const f32* out_scale;
     i32* out_saturated;
     int M, F;
-    unsigned char *dynamic, *lines;  // shared memory: of all, of transposed codes
-    SharedAddress coded, drained;  // barriers, as many as buffers: all units are in; have been copied
+    unsigned char *dynamic, *lines;  // dynamic shared memory; its part for transposed codes
+    SharedAddress coded, drained;  // barriers of each buffer: it is full; it has been copied
     Encoder encoder;
     OutEncoder out_encoder;
-    uint4 up[4], gate[4];  // of the unit that comes next, a row each
+    uint4 up[4], gate[4];  // the next unit's operands, a row each
 
-    // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
+    // Process all tiles of this block; warp `me` of WARPS has every WARPS-th unit.
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         const unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
         lines = dynamic + (product.boxes - shared_address(dynamic)) +
@@ -100,8 +99,8 @@ struct Epilogue {
         u32 parity = 0;
         int unit = me;
         Tile tile(work.cluster, work);
-        TransposedBox first{0, tile.row, tile.column};  // of the tile's boxes
-        TransposedBox before{0, M, F};                  // the last one of the tile before
+        TransposedBox first{0, tile.row, tile.column};  // the tile's first box
+        TransposedBox before{0, M, F};                  // the last tile's last box
         Unit now(tile, unit, M, F);
         load(now);
         for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1) {
@@ -163,7 +162,7 @@ private:
         gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
     }
 
-    // Compute a unit inside the matrix, while the operands of unit `then` are loaded.
+    // Compute a unit inside the matrix, while loading operands of unit `then`.
     __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
                                             const unsigned char* box, Codes& to) {
         const unsigned char* const rows = box + unit.line * LINE;
@@ -198,7 +197,8 @@ private:
         *static_cast<Words*>(to) = x;
     }
 
-    // Put the lane's codes into the box, once the box two turns before has been copied out.
+    // Put the lane's codes into the box's buffer, once the box two turns before has been copied
+    // out.
     __device__ __forceinline__ void put_transposed(const Unit& unit, u32 turn, const Codes& of) const {
         const u32 buffer = turn % BUFFERS;
         wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
@@ -212,7 +212,7 @@ private:
         arrive(coded + 8 * buffer);
     }
 
-    // Four rows of eight columns: four bytes into each of eight lines.
+    // Put codes of four rows and eight columns: four bytes into each of eight lines.
     static __device__ __forceinline__ void put_octets(unsigned char* to, const uint2 (&rows)[4]) {
         u32 words[2][4];
         transpose_bytes(words[0], {rows[0].x, rows[1].x, rows[2].x, rows[3].x});
@@ -223,7 +223,7 @@ private:
         }
     }
 
-    // Copy the columns of octet `part` from there: up's and gate's to transposed (2F, M), out's to
+    // Copy a box's columns of octet `part`: up's and gate's to transposed (2F, M), out's to
     // out_transposed (F, M). Eight lanes share a line.
     __device__ __forceinline__ void copy_transposed(const TransposedBox& box, int part) const {
         wait(coded + 8 * box.buffer(), box.parity());
@@ -260,7 +260,7 @@ private:
         return i % 2 ? upper_half(pair_of(x, i / 2)) : lower_half(pair_of(x, i / 2));
     }
 
-    // again: forward's result.
+    // Compute d_up and d_gate. again: forward's result, computed again.
     static __device__ __forceinline__ void compute(uint4& d_up, uint4& d_gate, uint4& again,
                                                    const uint4& d, const uint4& up,
                                                    const uint4& gate) {

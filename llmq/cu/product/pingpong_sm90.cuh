@@ -1,30 +1,29 @@
-// pingpong_sm90.cuh -- products for Hopper whose tiles are stored by the warps that multiply them.
+// pingpong_sm90.cuh -- products for Hopper in which the warps that multiply a tile also store it.
 //
-// Three warpgroups: one thread of the first loads, the two others take tiles in turns ("ping-pong"),
-// so that one multiplies while the other one stores. A thread could not hold its part of a tile
-// that is wider than 192 columns: the two take 64 rows each.
+// Three warpgroups: one thread of the first loads; the other two take tiles in turns ("ping-pong"),
+// so that one multiplies while the other stores. In tiles wider than 192 columns, a thread could
+// not hold its sums: there the two warpgroups share a tile, 64 rows each.
 //
-// Tiles, their ring and their order are those of product_sm90.cuh, and so is what is said there of
-// names and of TILE_COLUMNS.
+// product_sm90.cuh explains tiles, their ring and order, names, and TILE_COLUMNS.
 #pragma once
 #include "product/product_sm90.cuh"
 
 constexpr bool IN_TURNS = TILE_COLUMNS == 192;
-constexpr int HALVES_OF_TILE = IN_TURNS ? 2 : 1;  // that a warpgroup has, of 64 rows
+constexpr int HALVES_OF_TILE = IN_TURNS ? 2 : 1;  // halves of a tile, 64 rows each, in a warpgroup
 constexpr int CHUNK_BYTES = 16 * LINE;            // 16 rows of 64 BF16
-using Sums = float[HALVES_OF_TILE][SUMS];         // of a thread, as ptx.cuh has those of 64 rows
+using Sums = float[HALVES_OF_TILE][SUMS];         // of a thread, as ptx.cuh lays them out
 
-// WARP_BYTES: of shared memory, of each warp that multiplies.
+// WARP_BYTES: bytes of shared memory of each warp that multiplies.
 template <class Base, int WARP_BYTES> struct PingPong : Base {
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
     using typename Base::Ring;
     static constexpr int WIDTH = TILE_COLUMNS;
     static constexpr int LOADER_REGISTERS = IN_TURNS && !GROUPED ? 24 : 40;  // of a thread
     static constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
-    static constexpr int TAKERS = IN_TURNS ? CONSUMERS : 1;  // of tiles, one after the other
+    static constexpr int TAKERS = IN_TURNS ? CONSUMERS : 1;  // warpgroups that take tiles separately
 
-    // chunks: all WARP_BYTES. turn, arrived: a barrier of each warpgroup, and of each warp, that
-    // multiplies, the latter for one arrival.
+    // chunks: the warps' WARP_BYTES. turn: a barrier of each warpgroup that multiplies. arrived: a
+    // barrier of each warp that multiplies, for one arrival.
     SharedAddress chunks, turn, arrived;
 
     __device__ __forceinline__ PingPong(void* shared, int K)
@@ -33,7 +32,7 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
           turn(Base::others),
           arrived(turn + 8 * CONSUMERS) {}
 
-    // By one thread of the block; all threads of the cluster meet after that.
+    // One thread of the block calls init; then all threads of the cluster wait for each other.
     __device__ __forceinline__ void init() const {
         Base::init(2 * CONSUMERS / TAKERS);
         for (int i = 0; i < CONSUMERS; ++i) { barrier_init(turn + 8 * i, 128); }
@@ -41,9 +40,9 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
         barriers_ready();
     }
 
-    // All that a block does. Each tile is given to store(tile, d, row, chunks, arrived): of d, 16 rows
-    // of the tile from `row` on are the warp's, of each half of its warpgroup's rows; chunks,
-    // arrived: the warp's.
+    // A block's work. Each warp gives each of its tiles to store(tile, d, row, chunks, arrived). d:
+    // the thread's sums; the warp has 16 rows of the tile, from `row` on, in each half of the
+    // warpgroup's rows. chunks, arrived: the warp's own.
     template <class Store>
     __device__ __forceinline__ void run(const Work& work, const Operands& operands,
                                         const Store& store) const {
@@ -58,20 +57,21 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails.
+    // Run by warpgroup `me`, 0 or 1, of the two that multiply. scale: factor of the sum without
+    // tails.
     template <class Store>
     __device__ __forceinline__ void multiply_tiles(const Work& work, int me, float scale,
                                                    const Store& store) const {
         const int thread = threadIdx.x % 128, warp = me * 4 + thread / 32;
         const int taker = IN_TURNS ? me : 0, first_row = IN_TURNS ? 0 : 64 * me;
         const SharedAddress chunk = chunks + warp * WARP_BYTES;
-        // n: number of the cluster's tile. Derived values take no register meanwhile.
+        // n: number of the cluster's tile. Values derived from n take no registers during products.
         for (int n = taker, t; t = work.cluster + n * work.clusters, t < work.tiles; n += TAKERS) {
             const Tile tile(t, work);
             const int row = first_row + thread / 32 * 16;
             Sums d;
             Ring ring(n * (steps + TAILS));
-            if constexpr (IN_TURNS) {  // else a wait may be for a later phase; the first may begin
+            if constexpr (IN_TURNS) {  // only in turns is the phase known; 0 begins
                 barrier_wait(turn + 8 * me, me ^ 1 ^ n / CONSUMERS & 1);
             }
             const SharedAddress before = Base::multiply_steps(d, ring, first_row, steps);
@@ -81,7 +81,7 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
                 barrier_wait(full + 8 * last.stage, last.parity);
             }
             if constexpr (IN_TURNS) {
-                barrier_arrive(turn + 8 * (me ^ 1));  // the other one multiplies while this one scales
+                barrier_arrive(turn + 8 * (me ^ 1));  // let the other multiply while this one scales
             }
             wgmma_wait<0>();
             Base::release(before);
