@@ -20,7 +20,7 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
     static constexpr int WIDTH = TILE_COLUMNS;
     static constexpr int LOADER_REGISTERS = IN_TURNS && !GROUPED ? 24 : 40;  // of a thread
     static constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
-    static constexpr int TAKERS = IN_TURNS ? CONSUMERS : 1;  // warpgroups that take tiles separately
+    static constexpr int TAKERS = IN_TURNS ? CONSUMERS : 1;  // warpgroups that take turns
 
     // chunks: the warps' WARP_BYTES. turn: a barrier of each warpgroup that multiplies. arrived: a
     // barrier of each warp that multiplies, for one arrival.
@@ -81,7 +81,7 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
                 barrier_wait(full + 8 * last.stage, last.parity);
             }
             if constexpr (IN_TURNS) {
-                barrier_arrive(turn + 8 * (me ^ 1));  // let the other multiply while this one scales
+                barrier_arrive(turn + 8 * (me ^ 1));  // the other multiplies while this one scales
             }
             wgmma_wait<0>();
             Base::release(before);

@@ -1,40 +1,42 @@
 // product_sm80.cuh -- the main loop of products on the tensor cores of all GPUs since Ampere.
 //
-//   sum += a (M, K) @ b (N, K)^T        of a block's tile: of BF16, F32 and fp8 codes in F32, of I8 in
-//                                       32 bits
+//   sum += a (M, K) @ b (N, K)^T        for a block's tile; sums of BF16, F32 and fp8 codes are
+//   F32,
+//                                       sums of I8 have 32 bits
 //
 // Each operand lies in memory with K inside, in rows of K, or with K outside, (K, M) or (K, N). Steps
-// of 64 bytes of K arrive in shared memory by cp.async, DEPTH - 1 of them ahead, as they lie there:
-// ldmatrix transposes BF16 whose K is outside. DOWN x ACROSS warps have 64 rows and WIDE columns of
-// the tile each, and sums in registers as in ptx.cuh.
+// of 64 bytes of K arrive in shared memory by cp.async, DEPTH - 1 steps ahead, in the memory's
+// layout: ldmatrix transposes BF16 whose K is outside. Each of DOWN x ACROSS warps has 64 rows and
+// WIDE columns of the tile, with sums in registers as in ptx.cuh.
 //
-// A stage's operand has lines of units of 16 bytes: a line of four for each row, or with K outside one
-// for each of the step's K. Units are exchanged within a line so that the eight rows of an 8 x 8
-// matrix are in different banks.
+// An operand's part of a stage has lines of 16-byte units: a line of four units for each row, or
+// with K outside a line for each index of the step's K. Units are permuted within a line, so that
+// the eight rows of an 8 x 8 matrix lie in different banks.
 //
-// Of fp8 codes the tensor cores' sums, which may have fewer bits than F32, are those of a step alone:
-// they are added up in F32. That is an addition for 64 products of each element. With IN_HALF those sums
-// are in half precision, which GeForce's tensor cores add at twice the rate: codes are E4M3_HALF then, of
-// which no 64 products are more than it holds.
+// For fp8 codes the tensor cores, whose sums may have fewer bits than F32, sum only within a step.
+// The steps' sums are added up in F32, one addition for 64 products of each element. With IN_HALF a
+// step's sums are in half precision, which GeForce's tensor cores add at twice the rate. Codes are
+// E4M3_HALF then: 64 products of such codes never exceed half precision.
 //
 // F32 is multiplied by plain multiply-adds, in the order of K, from the same stages and into the same
-// sums: it is what tests of exact numbers run on, and not made for speed.
+// sums. Tests of exact numbers use F32, which is not made for speed.
 #pragma once
 #include "ptx.cuh"
 
-// One operand of a tile. data: where its first row and K is. pitch: elements from a row, or with K
-// outside from a K, to the next. rows: how many there are from there on; those behind are zeros.
+// One operand of a tile. data: the element of the tile's first row and K. pitch: elements from a
+// row (with K outside, from an index of K) to the next. rows: number of rows from data on; further
+// rows are zeros.
 template <class X> struct TileOperand {
     const X* data;
     int pitch, rows;
 };
 
-// Four neighbours of a result, in one access.
+// Four neighbouring elements of a result, in one access.
 template <class X> struct alignas(4 * sizeof(X)) Four {
     X v[4];
 };
 
-// Type of sums; OF_STEPS: true if steps' sums are added up.
+// Type of sums. OF_STEPS: true if each step has sums of its own, which are added up.
 template <class X> struct SumOf {
     using Type = float;
     static constexpr bool OF_STEPS = sizeof(X) == 1;
@@ -49,20 +51,20 @@ template <class X, int DOWN, int ACROSS, int WIDE, int DEPTH, bool LEFT_K_OUTSID
 struct Sm80Mainloop {
     static_assert(sizeof(X) == sizeof(Y), "X, Y: formats of a and b");
     static constexpr int HIGH = 64, THREADS = 32 * DOWN * ACROSS;
-    static constexpr int ROWS = HIGH * DOWN, COLUMNS = WIDE * ACROSS;  // of a tile
+    static constexpr int ROWS = HIGH * DOWN, COLUMNS = WIDE * ACROSS;  // rows and columns of a tile
     static constexpr int STEP_BYTES = 64, STEP = STEP_BYTES / sizeof(X);
     static constexpr int UNIT = 16 / sizeof(X);  // elements
     static constexpr int LEFT_BYTES = ROWS * STEP_BYTES;
     static constexpr int STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP_BYTES;
     static constexpr int M16 = HIGH / 16, N8 = WIDE / 8;
-    static constexpr int SLICES = STEP_BYTES / 32;  // of a step: what one instruction multiplies
-    // True if a step's first slice is loaded while the step before's last one is multiplied.
+    static constexpr int SLICES = STEP_BYTES / 32;  // slices of a step, of one instruction each
+    // True if a step's first slice is loaded while the last slice of the step before is multiplied.
     static constexpr bool EARLY =
         sizeof(X) == 2 ? LEFT_K_OUTSIDE && RIGHT_K_OUTSIDE : sizeof(X) == 1 && !SumOf<X>::OF_STEPS;
     using Sum = typename SumOf<X>::Type;
     using Sums = Sum[M16][N8][4];
 
-    // The place of a unit of a line, in bytes. WIDTH: of the operand's tile, where K is outside.
+    // Byte offset of a unit of a line. WIDTH: rows or columns of the operand's tile, for K outside.
     template <bool K_OUTSIDE, int WIDTH>
     static __device__ __forceinline__ int place(int line, int unit) {
         return K_OUTSIDE ? line * (WIDTH * (int)sizeof(X)) + ((unit ^ (line & 7)) << 4)
@@ -73,26 +75,26 @@ struct Sm80Mainloop {
     static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % DOWN * HIGH; }
     static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 / DOWN * WIDE; }
 
-    // sum += the product; shared: DEPTH * STAGE_BYTES. All threads come here together.
+    // sum += the product. shared: DEPTH * STAGE_BYTES bytes. All threads of the block call this.
     static __device__ __forceinline__ void run(Sums& sum, char* shared, const TileOperand<X>& a,
                                                const TileOperand<Y>& b, int K) {
         const SharedAddress stages = shared_address(shared);
         Loader<LEFT_K_OUTSIDE, ROWS, X> left(a, K);
         Loader<RIGHT_K_OUTSIDE, COLUMNS, Y> right(b, K);
-        int steps = (K + STEP - 1) / STEP, ahead = steps;  // that are left, to multiply and to load
+        int steps = (K + STEP - 1) / STEP, ahead = steps;  // steps left to multiply, to load
         auto load = [&](int at) {
             if (ahead-- > 0) {
                 left.load(stages + at);
                 right.load(stages + at + LEFT_BYTES);
             }
-            cp_async_commit();  // also without copies, so that groups are counted alike
+            cp_async_commit();  // also without copies, so that group counts match
         };
         auto wait_for_stage = [] {
             cp_async_wait<DEPTH - 2>();
-            __syncthreads();  // everybody's copies are there, and the stage before is used up
+            __syncthreads();  // all copies have arrived, and all warps have used the last stage
         };
         auto next = [](int at) { return at == (DEPTH - 1) * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
-        __syncthreads();  // no warp reads the stages of the tile before any more
+        __syncthreads();  // all warps have read the last tile's stages
 #pragma unroll
         for (int i = 0; i < DEPTH - 1; ++i) { load(i * STAGE_BYTES); }
         int at = 0;
@@ -131,10 +133,11 @@ struct Sm80Mainloop {
         cp_async_wait<0>();
     }
 
-    // f(row, column, values) for each four neighbours of this warp's sums, in the tile.
+    // Call f(row, column, values) for each four neighbours of this warp's sums, with their place in
+    // the tile.
     template <class F> static __device__ __forceinline__ void each_four(const Sums& sum, F f) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        const bool odd = t & 1;  // has four of the second piece of 8 columns, an even one of the first
+        const bool odd = t & 1;  // odd: four of the second 8 columns, else of the first
 #pragma unroll
         for (int n = 0; n < N8; n += 2) {
 #pragma unroll
@@ -158,7 +161,7 @@ struct Sm80Mainloop {
     }
 
 private:
-    // A thread's units of an operand, step after step: the first one, and every LINES lines another one.
+    // A thread's units of an operand, step after step: in a step, one unit in every LINES-th line.
     template <bool K_OUTSIDE, int WIDTH, class Element> struct Loader {
         static constexpr int PER_LINE = K_OUTSIDE ? WIDTH / UNIT : STEP / UNIT;
         static constexpr int LINES = THREADS / PER_LINE, COUNT = WIDTH * STEP_BYTES / 16 / THREADS;
@@ -167,8 +170,8 @@ private:
         const Element* const readable;
         const Element* next;  // the first unit of the next step
         const int pitch;
-        int rest;       // K from there on
-        u32 there = 0;  // of unit i bit i: its row is
+        int rest;       // indices of K left, from `next` on
+        u32 there = 0;  // bit i: the row of unit i exists
 
         __device__ __forceinline__ Loader(const TileOperand<Element>& from, int K)
             : readable(from.data),
@@ -196,8 +199,8 @@ private:
         }
     };
 
-    // The order of ldmatrix's four 8 x 8 matrices is that of the operand's registers in ptx.cuh.
-    // k: of the step's 32 bytes each. m: of 16 rows each.
+    // ldmatrix's four 8 x 8 matrices are in the order of the operand's registers in ptx.cuh. k:
+    // which 32 bytes of the step. m: which 16 rows of the warp.
     static __device__ __forceinline__ void load_left(u32 (&left)[4], SharedAddress stage, int k, int m) {
         const int lane = threadIdx.x & 31, low = lane & 15, high = lane >> 4, mid = lane >> 3 & 1;
         if constexpr (LEFT_K_OUTSIDE) {
@@ -209,7 +212,7 @@ private:
             ldmatrix_x4(left, stage + first + m * 16 * STEP_BYTES);
         }
     }
-    // Pair n of pieces of 8 columns.
+    // Load the right operand of 16 columns, n-th of the warp.
     static __device__ __forceinline__ void load_right(u32 (&right)[4], SharedAddress stage, int k,
                                                       int n) {
         const int lane = threadIdx.x & 31, low = lane & 15, high = lane >> 4, mid = lane >> 3 & 1;
@@ -253,7 +256,7 @@ private:
         }
     }
 
-    // The same of fp8 codes, half of the rows at a time, or registers would not do.
+    // Multiply a step of fp8 codes, half of the rows at a time, because registers are few.
     static __device__ __forceinline__ void multiply_codes(Sums& sum, SharedAddress stage) {
 #pragma unroll
         for (int first = 0; first < M16; first += 2) {

@@ -28,7 +28,7 @@ constexpr int NARROWEST = 8;       // but a group has at least so many tile colu
 constexpr int SLICES = 4;          // products of a tile, each over 32 bytes of K
 constexpr int TAIL_K = 64;         // K of a tile of h or tail (adapters): a line of BF16
 
-// A place in the ring of stages. parity: parity of the barrier's phase to wait for.
+// A place in the ring of stages. parity: parity of the phase of the stage's barrier to wait for.
 template <int STAGES> struct Place {
     u32 stage, parity;
     __device__ __forceinline__ Place(u32 steps) : stage(steps % STAGES), parity(steps / STAGES & 1) {}
@@ -43,7 +43,8 @@ template <int STAGES> struct Place {
 #if GROUPED
 #include "product/grouped_sm90.cuh"
 #else
-// All tiles of a product, and this cluster's. width: columns from tile to tile; depth: bytes of K.
+// All tiles of a product, and this cluster's share. width: columns from tile to tile. depth: bytes
+// of K.
 struct Work {
     int pairs, columns, tiles, width, group, cluster, clusters;
     u32 rank;
@@ -57,13 +58,13 @@ struct Work {
           rank(cluster_rank()) {
         const int most = max(NARROWEST, RESIDENT / (TILE_COLUMNS * depth));
         const int groups = (columns + most - 1) / most;
-        group = (columns + groups - 1) / groups;  // all of about the same width
+        group = (columns + groups - 1) / groups;  // all groups are about equally wide
     }
 };
 
-// The place of tile t; the two blocks of a cluster have rows below each other.
+// The place of tile t. The cluster's second block has the rows below the first block's.
 struct Tile {
-    static constexpr int right = 0, tail = 0;  // where its matrices begin, in rows of all
+    static constexpr int right = 0, tail = 0;  // rows where its matrices begin
     int row, column;
     __device__ __forceinline__ Tile(int t, const Work& work) {
         const int first = t / (work.group * work.pairs) * work.group;
@@ -75,8 +76,8 @@ struct Tile {
 #endif
 
 #if GROUPED == 1
-// As load_pair, where the blocks are beside each other: a half of `left` for both, and this block's
-// tile of `right`.
+// Like load_pair, for blocks side by side: loads half of the tile of `left` for both blocks, and
+// this block's tile of `right`.
 template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_beside(SharedAddress stage, SharedAddress arrived,
                                             const TensorMap* left, const TensorMap* right, int k,
@@ -101,9 +102,9 @@ __device__ __forceinline__ void load_beside(SharedAddress stage, SharedAddress a
 #endif
 
 // Starts the copies of one pair of tiles: this block's tile of `left`, and this block's half of the
-// tile of `right`, for both blocks. matrix: the row of `right` where the matrix begins. apart: rows
-// of `right` from the first block's half to the second one's; K inside. With K outside the last box
-// may have more columns than the tile, of which nothing is read.
+// tile of `right`, for both blocks. matrix: the row of `right` where the matrix begins. apart: with
+// K inside, rows of `right` from the first block's half to the second block's. With K outside the
+// last box may have columns beyond the tile, which are not used.
 template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
@@ -140,9 +141,9 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
     }
 }
 
-// d += the product of `slices` slices of one pair of tiles, as one group: of 64 * COUNT rows from
-// first_row. add: else d = for the first slice. LEFT_OUTSIDE: `left` lies as `right` does then.
-// COLUMNS: the first ones, others stay as they are.
+// d += the product of the first `slices` slices of a pair of tiles, as one group, for 64 * COUNT
+// rows from first_row on. add: 0 if the first slice overwrites d. LEFT_OUTSIDE: `left` has K
+// outside, too. COLUMNS: number of columns to multiply; the others' sums do not change.
 template <class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false,
           int COLUMNS = TILE_COLUMNS, int COUNT>
 __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress stage,
@@ -151,9 +152,9 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
     const Descriptor top = LEFT_OUTSIDE ? k_outside(own, BOX * LINE) : k_inside(own);
     const SharedAddress tile = stage + LEFT_BYTES;
     const Descriptor right = K_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
-    constexpr int STEP = K_OUTSIDE ? 16 * LINE / 16 : 2;  // of a slice, in 16 bytes
+    constexpr int STEP = K_OUTSIDE ? 16 * LINE / 16 : 2;  // to the next slice, in 16 bytes
     constexpr int LEFT_STEP = LEFT_OUTSIDE ? STEP : 2;
-    constexpr int NEXT = 64 * LINE / 16;                  // of 64 rows
+    constexpr int NEXT = 64 * LINE / 16;                  // to the next 64 rows
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) {
@@ -169,18 +170,18 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
     wgmma_commit();
 }
 
-// Operands and factors. N: columns of the results.
+// Operands and factors. N: number of columns of the result.
 struct Operands {
     const TensorMap *left, *right, *h, *tail;
-    const f32 *scale_left, *scale_right;  // of fp8 codes
+    const f32 *scale_left, *scale_right;  // scales of fp8 codes
     float alpha;
     int N;
 };
 
-// A block's stages, the thread that keeps them full, and the warpgroups that multiply what they hold.
+// A block's stages, the thread that fills them, and the warpgroups that multiply their tiles.
 //
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
-// BF16 h and tail, which are the last tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
+// BF16 h and tail, the last tiles of the sum; 0: no h and tail. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, int STAGES>
 struct Sm90Mainloop {
@@ -189,12 +190,12 @@ struct Sm90Mainloop {
     using Ring = Place<STAGES>;
     static constexpr int STEP_K = LINE / sizeof(Left);
 
-    // Of the stages and of what follows them, 1024-byte aligned; barriers of each stage, and what
-    // other barriers follow.
+    // stages, and results behind them, are 1024-byte aligned. full, empty: a barrier of each stage.
+    // others: further barriers.
     SharedAddress stages, results, full, empty, others;
-    int steps;  // of K, without tails
+    int steps;  // steps of K, without tails
 
-    // bytes: of results.
+    // bytes: size of results.
     __device__ __forceinline__ Sm90Mainloop(void* shared, int K, int bytes)
         : steps((K + STEP_K - 1) / STEP_K) {
         stages = (shared_address(shared) + 1023) & ~(SharedAddress)1023;
@@ -234,14 +235,15 @@ struct Sm90Mainloop {
         }
     }
 
-    // Factor of the sum without tails.
+    // The factor of the sum without tails.
     static __device__ __forceinline__ float scale(const Operands& of) {
         const float scale = CODED ? *of.scale_left * *of.scale_right : 1.0f;
         return HAS_ALPHA ? scale * of.alpha : scale;
     }
 
-    // d = the sum of so many steps, of a warpgroup's rows from first_row on. The last product may
-    // still be under way: the function returns the barrier of its stage, and has not arrived there.
+    // d = the sum over `count` steps, for a warpgroup's rows from first_row on. The last product
+    // may still be under way: the function returns its stage's barrier without having arrived
+    // there.
     template <int COUNT>
     __device__ __forceinline__ SharedAddress multiply_steps(float (&d)[COUNT][SUMS],
                                                             Ring& ring, int first_row,
@@ -259,7 +261,7 @@ struct Sm90Mainloop {
         return before;
     }
 
-    // d += the products of tail k.
+    // d += the product of the k-th tiles of h and tail.
     template <int COUNT>
     __device__ __forceinline__ void multiply_tail(float (&d)[COUNT][SUMS], const Ring& ring,
                                                   int first_row, int k) const {
@@ -269,7 +271,7 @@ struct Sm90Mainloop {
         release(empty + 8 * ring.stage);
     }
 
-    // The warpgroup has read a stage: both blocks are told.
+    // Tell both blocks that the warpgroup has read a stage.
     static __device__ __forceinline__ void release(SharedAddress barrier) {
         const u32 thread = threadIdx.x % 128;
         if (thread < 2) { barrier_arrive_at(barrier, thread); }

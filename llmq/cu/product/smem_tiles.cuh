@@ -1,11 +1,11 @@
-// smem_tiles.cuh -- a product's tile in shared memory, where the epilogue of the product takes it from.
+// smem_tiles.cuh -- a product's tile in shared memory, from which the product's epilogue reads.
 //
 // A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: box b has columns
-// 64 b to 64 b + 63. PAIRED: one half of a tile is of rows of right, the other half of the rows `apart`
-// further on; box b has columns 32 b to 32 b + 31 of the first half, then those of the second. A unit
-// is the part of a box that one warp takes.
+// 64 b to 64 b + 63. PAIRED: half of a tile's columns belong to rows of `right`, the other half to
+// the rows `apart` further on; box b has columns 32 b to 32 b + 31 of the first half, then the same
+// columns of the second half. A unit is the part of a box that one warp takes.
 //
-// cooperative_sm90.cuh has the product that fills boxes.
+// The product in cooperative_sm90.cuh fills boxes.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -13,7 +13,7 @@
 constexpr int TILE_ROWS = 128, LINE = 128;  // LINE: bytes
 constexpr int BOX = 64;                     // columns of a box of BF16
 
-// An epilogue's policy; most epilogues take this one. UNITS_OF_BOX: as many units are a box.
+// An epilogue's policy; most epilogues use this one. UNITS_OF_BOX: number of units in a box.
 // HELPED, IN_PARTS, BARRIERS: see cooperative_sm90.cuh.
 struct Boxes {
     static constexpr bool PAIRED = false, HELPED = false, IN_PARTS = false;
@@ -22,16 +22,16 @@ struct Boxes {
 
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
 
-// Largest lower half of the words and largest upper half, as unsigned numbers.
+// The largest lower half and the largest upper half of the words, as unsigned numbers.
 __device__ __forceinline__ u32 most_of(const uint4& x) {
     return max_halves(max_halves(x.x, x.y), max_halves(x.z, x.w));
 }
 
-// Gives the codes that Fp8Encoder of fp8.cuh gives, and with IS_MEASURED the largest abs_bits.
+// Computes the same codes as Fp8Encoder in fp8.cuh, and with IS_MEASURED the largest abs_bits.
 template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
     float factor;
-    u32 limit;        // twice the upper half of the largest number that is not saturated
-    u32 count = 0, largest = 0;  // largest: of lower and of upper halves
+    u32 limit;        // both halves: BF16 bits of the largest number that does not saturate
+    u32 count = 0, largest = 0;  // count: saturated elements; largest: in lower and upper halves
 
     __device__ __forceinline__ void begin(const float* scale) {
         if constexpr (IS_WANTED) {
@@ -58,8 +58,9 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
         return make_uint2(0, 0);
     }
 
-    // encode in two steps. see: count saturated elements and note the largest, of one octet or two;
-    // then the codes of each. All lanes count if any has a saturated element: cheaper than divergence.
+    // encode in two steps: see counts saturated elements and notes the largest, in one octet or
+    // two; then come the codes of each octet. If any lane has a saturated element, all lanes count,
+    // which is cheaper than divergence.
     __device__ __forceinline__ void see(const uint4& x) { look(magnitude(x), x); }
     __device__ __forceinline__ void see(const uint4& x, const uint4& y) {
         look(larger_magnitudes(magnitude(x), magnitude(y)), x, &y);
@@ -92,7 +93,7 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
         return make_uint2(0, 0);
     }
 
-    // All threads of a warp call it once, at the end.
+    // All threads of a warp call finish once, at the end.
     __device__ __forceinline__ void finish(i32* saturated, float* abs_max) const {
         if constexpr (IS_WANTED) {
             const u32 sum = __reduce_add_sync(~0u, count);
@@ -107,7 +108,7 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
 private:
     static constexpr u32 ABS = 0x7FFF7FFF;
     __device__ __forceinline__ bool is_saturated(u32 half) const {
-        return half > (limit & 0xFFFF) && half <= 0x7F80;  // a NaN is not
+        return half > (limit & 0xFFFF) && half <= 0x7F80;  // NaN does not count
     }
     __device__ __forceinline__ u32 four(u32 first, u32 second) const {
         return to_fp8<Format>(lower_half(first) * factor, upper_half(first) * factor,
