@@ -1,7 +1,7 @@
-// common.cuh -- what every kernel file shares: types, 16-byte vectors, reductions, random bits.
+// common.cuh -- code that all kernels share: types, 16-byte vectors, reductions, random bits.
 //
-// The Python side of StepScalars is STEP_SCALARS in llmq/base/dtypes.py; of the random functions,
-// llmq/ref/common.py. Both must stay bit-identical: tests compare them exactly.
+// StepScalars is STEP_SCALARS in llmq/base/dtypes.py; llmq/ref/common.py has the random functions
+// in Python. Both sides must stay bit-identical: tests compare them exactly.
 // Compiled with -fmad=false: a fused multiply-add appears only where fmaf() is written, so that
 // results do not depend on the compiler's choice and match NumPy.
 #pragma once
@@ -53,8 +53,9 @@ template <class T> struct alignas(16) Vec {
     __device__ __forceinline__ T& operator[](int i) { return v[i]; }
     __device__ __forceinline__ const T& operator[](int i) const { return v[i]; }
     __device__ __forceinline__ T at(int i) const { return v[i]; }
-    // Elements i, which is even, and i + 1. Two of BF16 are rounded by one instruction, and read by one
-    // each, where a kernel reads all of its vectors so: a lone one has to be moved first.
+    // Set elements i, which is even, and i + 1 (two() reads them). One instruction rounds two BF16;
+    // one instruction reads each, if the kernel reads all its vectors by pairs: a lone element
+    // would have to be moved first.
     __device__ __forceinline__ void set_two(int i, float a, float b) {
         if constexpr (sizeof(T) == 2) {
             *reinterpret_cast<__nv_bfloat162*>(v + i) = __floats2bfloat162_rn(a, b);
@@ -88,7 +89,7 @@ template <class T> __device__ __forceinline__ Vec<T> load_vec(const T* p) {
     return out;
 }
 
-// For data that is used once: does not displace the rest of L2.
+// Load data that is used only once, without displacing other data from L2.
 template <class T> __device__ __forceinline__ Vec<T> load_vec_stream(const T* p) {
     Vec<T> out;
     *reinterpret_cast<uint4*>(&out) = __ldcs(reinterpret_cast<const uint4*>(p));
@@ -103,7 +104,7 @@ template <class T> __device__ __forceinline__ void store_vec_stream(T* p, const 
     __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&x));
 }
 
-// Two neighbours of T: 4 bytes of bf16 or 8 of f32, aligned to that.
+// Two neighbouring elements of T: 4 bytes of bf16 or 8 bytes of f32, aligned to their size.
 __device__ __forceinline__ float2 load_two(const float* p) {
     return *reinterpret_cast<const float2*>(p);
 }
@@ -118,7 +119,7 @@ __device__ __forceinline__ void store_two(bf16* p, float a, float b) {
     *reinterpret_cast<u32*>(p) = to_pair(a, b);
 }
 
-// Butterfly sums: every lane gets the total, in an order that does not depend on the lane count.
+// Butterfly sum: every lane gets the same total, added in a fixed order.
 template <class F> __device__ __forceinline__ F warp_sum(F x) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask >>= 1) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
@@ -133,8 +134,8 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Every thread of a block gets warp(x) of all threads' x: of their warps' results, which `shared`
-// holds 32 of, and `nothing`. blockDim.x is a multiple of 32.
+// Reduce x over all threads of a block: every thread gets warp_result of all warps' warp_result(x).
+// shared: room for 32 results. nothing: the neutral element. blockDim.x is a multiple of 32.
 template <class F, class Warp>
 __device__ __forceinline__ F block_reduce(F x, F* shared, F nothing, Warp warp_result) {
     x = warp_result(x);
@@ -177,13 +178,13 @@ __device__ __forceinline__ u32 mix_word(u32 h, u32 word) {
     return h;
 }
 
-// x's bits plus less, below 2^16: the upper half is x in BF16, rounded up with the probability of
-// x's lower half. Infinities stay infinite.
+// x's bits plus `less`, a number below 2^16. For random `less` the upper half is x in BF16, rounded
+// up with a probability proportional to x's lower half. Infinities stay infinite.
 __device__ __forceinline__ u32 add_bits(float x, u32 less) {
     return __float_as_uint(x) + (x == x ? less : 0u);
 }
 
-// BF16, rounded so; the low 16 bits of `bits` are used.
+// x in BF16, rounded stochastically by the low 16 bits of `bits`.
 __device__ __forceinline__ bf16 round_stochastic(float x, u32 bits) {
     return __ushort_as_bfloat16((unsigned short)(add_bits(x, bits & 0xFFFFu) >> 16));
 }
@@ -192,25 +193,27 @@ __device__ __forceinline__ u32 gradient_seed(const StepScalars* s, u32 salt) {
     return mix_word(mix_word(mix_word(mix_word(0, s->seed), s->step), s->micro_step), salt);
 }
 
-// Eight neighbours share a hash, and each multiplies the hash by its factor; in a gradient two
-// neighbours have the halves of one product. Sums vary like sums of eight independent hashes.
+// Eight neighbouring elements share a hash; each element multiplies the hash by a factor of its
+// own. In a gradient two neighbours use the halves of one product. Sums vary like sums of eight
+// independent hashes.
 __device__ constexpr u32 neighbour_factor(u32 n) {
     constexpr u32 FACTOR = 0xA7F7D5BDu, SQUARE = FACTOR * FACTOR;
     return (n & 1 ? FACTOR : 1u) * (n & 2 ? SQUARE : 1u) * (n & 4 ? SQUARE * SQUARE : 1u);
 }
 
-// Random bits that round element k of eight; the lower 16 are used (seed: gradient_seed).
+// Random bits that round element k of eight; only the lower 16 bits count. seed: from
+// gradient_seed.
 __device__ __forceinline__ u32 gradient_bits(u32 seed, u64 eight, u32 k) {
     return random_bits(seed, eight) * neighbour_factor(k >> 1) >> 16 * (k & 1);
 }
 
-// One addition to a gradient, which rounds BF16 stochastically.
+// Add x to a gradient's element d; a BF16 result is rounded stochastically.
 __device__ __forceinline__ float add_gradient(float d, float x, u32 bits) { return d + x; }
 __device__ __forceinline__ bf16 add_gradient(bf16 d, float x, u32 bits) {
     return round_stochastic(to_f32(d) + x, bits);
 }
 
-// Eight neighbours.
+// Add eight neighbouring BF16 elements x to d, number `eight` of the gradient's groups of eight.
 __device__ __forceinline__ uint4 add_gradients(const uint4& d, const uint4& x, u32 seed, u64 eight) {
     const u32 hash = random_bits(seed, eight);
     const auto add = [&](u32 before, u32 more, u32 pair) {
@@ -222,14 +225,15 @@ __device__ __forceinline__ uint4 add_gradients(const uint4& d, const uint4& x, u
     return make_uint4(add(d.x, x.x, 0), add(d.y, x.y, 1), add(d.z, x.z, 2), add(d.w, x.w, 3));
 }
 
-// Write or add one element.
+// Write element i of a gradient, or with `accumulate` add to it.
 template <class G>
 __device__ __forceinline__ void store_gradient(G* d, i64 i, float x, int accumulate, u32 seed) {
     d[i] = accumulate ? add_gradient(d[i], x, gradient_bits(seed, i >> 3, i & 7)) : from_f32<G>(x);
 }
 
-// COUNT elements of T as whole 16-byte vectors, read as F32: for kernels whose arrays differ in
-// type but must give every thread the same elements. Indices must be compile-time constants.
+// COUNT elements of T in whole 16-byte vectors, read as F32. For kernels whose arrays have
+// different types, but whose threads must get the same elements of each. Indices must be
+// compile-time constants.
 template <class T, int COUNT> struct Pack {
     Vec<T> part[COUNT / Vec<T>::N];
     __device__ __forceinline__ T at(int i) const { return part[i / Vec<T>::N][i % Vec<T>::N]; }
@@ -252,8 +256,8 @@ template <class T, int COUNT> struct Pack {
     }
 };
 
-// Load a thread's COUNT elements from x on, 0 if not inside; returns the largest |x| of the LANES
-// threads that share a block. All threads of the warp call it.
+// Load a thread's COUNT elements from x on, zeros if not inside. Returns the largest |x| of the
+// LANES threads that share a block of elements. All threads of the warp call this function.
 template <int LANES, class T, int COUNT>
 __device__ __forceinline__ float load_block(float (&v)[COUNT], const T* x, bool inside) {
     Pack<T, COUNT> in;
@@ -272,7 +276,7 @@ __device__ __forceinline__ float load_block(float (&v)[COUNT], const T* x, bool 
 }
 
 // Rows in registers: WARPS consecutive warps hold one row, VECTORS 16-byte vectors in each lane.
-// llmq/ops/common.py (RowLayout) chooses both, and has block_rows, too.
+// RowLayout in llmq/ops/common.py chooses WARPS and VECTORS, and also has block_rows.
 __device__ constexpr int block_rows(int warps, int block_warps) {
     return block_warps > warps ? block_warps / warps : 1;
 }
@@ -280,11 +284,12 @@ __device__ constexpr int block_rows(int warps, int block_warps) {
 template <class T, int WARPS, int VECTORS> struct Row {
     Vec<T> v[VECTORS];
 
-    // Column of the first element of vector i; past the end of the row in the last lanes.
+    // Column of the first element of vector i. In the last lanes the column may be past the row's
+    // end.
     static __device__ __forceinline__ int column(int i) {
         return ((int)(threadIdx.x % (32 * WARPS)) + i * 32 * WARPS) * Vec<T>::N;
     }
-    // Zeros past the end of the row and, with active = false, everywhere.
+    // Load a row; elements past its end are zeros, and with active = false all elements.
     __device__ __forceinline__ void load(const T* row, int columns, bool active) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
@@ -300,8 +305,8 @@ template <class T, int WARPS, int VECTORS> struct Row {
     }
 };
 
-// Sums over rows that are spread over WARPS warps each: every thread of a row gets its row's sum.
-// All threads of the block call it together. `shared` holds 2 * BLOCK_WARPS values.
+// Sums over rows, each spread over WARPS warps: every thread gets the sum of its row. All threads
+// of the block call sum together. `shared` holds 2 * BLOCK_WARPS values.
 template <int WARPS, int BLOCK_WARPS> struct RowSum {
     float* shared;
     int turn = 0;
@@ -311,7 +316,7 @@ template <int WARPS, int BLOCK_WARPS> struct RowSum {
         if constexpr (WARPS > 1) {
             const int warp = threadIdx.x >> 5;
             float* sums = shared + turn * BLOCK_WARPS;
-            turn ^= 1;  // the next sum goes elsewhere, so that one barrier is enough
+            turn ^= 1;  // the next sum uses other memory: one barrier is enough
             if ((threadIdx.x & 31) == 0) { sums[warp] = x; }
             __syncthreads();
             x = 0.0f;
@@ -322,15 +327,15 @@ template <int WARPS, int BLOCK_WARPS> struct RowSum {
     }
 };
 
-// Sum over the ROWS rows of a block of values[i][k], which belong to column Row::column(i) + k;
-// the sums go to partial[column]. `shared` holds 32 * WARPS * VECTORS * N values if ROWS > 1.
+// Sum values[i][k], which belong to column Row::column(i) + k, over the ROWS rows of a block, and
+// store the sums in partial[column]. `shared` holds 32 * WARPS * VECTORS * N values if ROWS > 1.
 template <class T, int WARPS, int VECTORS, int ROWS>
 __device__ __forceinline__ void sum_block_rows(float* partial, int columns,
                                                const float (&values)[VECTORS][Vec<T>::N],
                                                float* shared) {
     constexpr int N = Vec<T>::N, LANES = 32 * WARPS;
     const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    for (int turn = 0; turn < ROWS; ++turn) {  // in this order: deterministic
+    for (int turn = 0; turn < ROWS; ++turn) {  // a fixed order: deterministic
         if (turn == row) {
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) {
@@ -355,7 +360,8 @@ __device__ __forceinline__ void sum_block_rows(float* partial, int columns,
     }
 }
 
-// Adds x to COUNT neighbours of a gradient, at most 8; first is a multiple of 8.
+// Adds x to COUNT neighbouring elements of a gradient, from `first` on, a multiple of 8. COUNT <=
+// 8.
 template <class D, int COUNT>
 __device__ __forceinline__ void add_gradients(D* d, i64 first, const float (&x)[COUNT], u32 seed) {
     Pack<D, COUNT> sum;
@@ -367,8 +373,8 @@ __device__ __forceinline__ void add_gradients(D* d, i64 first, const float (&x)[
     sum.store(d + first);
 }
 
-// 16 bytes of T, in the form to keep in arrays of loaded data: unpacked only where it is used, BF16
-// takes half a register per element. (The compiler gives every element of a Vec<bf16> a whole one.)
+// Unpack 16 bytes of T. Arrays of loaded data hold packed words until their use: a BF16 element
+// then takes half a register, but a whole register in a Vec<bf16>.
 template <class T> __device__ __forceinline__ Vec<T> unpack(uint4 x) {
     return *reinterpret_cast<const Vec<T>*>(&x);
 }
@@ -379,10 +385,11 @@ template <class T> __device__ __forceinline__ uint4 load_packed_stream(const T* 
     return __ldcs(reinterpret_cast<const uint4*>(p));
 }
 
-// |x| as an unsigned integer: ordered as the numbers are, infinity above them, NaN above infinity.
+// |x| as an unsigned integer, in the numbers' order: infinity above all numbers, NaN above
+// infinity.
 __device__ __forceinline__ u32 abs_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 
-// The largest abs_bits of a vector, of what a thread stores of a row, and of all threads of a block.
+// The largest abs_bits of a vector, of a thread's part of a row, and (below) of a block's threads.
 __device__ __forceinline__ u32 abs_max_bits(const Vec<float>& x) {
     return max(max(abs_bits(x[0]), abs_bits(x[1])), max(abs_bits(x[2]), abs_bits(x[3])));
 }
@@ -411,14 +418,14 @@ __device__ __forceinline__ u32 block_max_bits(u32 x, u32* shared) {
     return block_reduce(x, shared, 0u, [](u32 y) { return __reduce_max_sync(0xFFFFFFFFu, y); });
 }
 
-// abs_max = max(abs_max, |value|), NaN wins: by one thread of every block. The maximum of integers
-// does not depend on the order of the blocks.
+// abs_max = max(abs_max, |value|); NaN wins. One thread of every block calls this. The maximum of
+// integers does not depend on the order of the blocks.
 __device__ __forceinline__ void store_abs_max(float* abs_max, float value) {
     atomicMax(reinterpret_cast<u32*>(abs_max), abs_bits(value));
 }
 
-// For kernels whose result abs_max is optional: all threads of every block call it once with the
-// largest abs_bits that they stored. Not WANTED: does nothing.
+// For kernels with an optional result abs_max: every thread of every block calls this once, with
+// the largest abs_bits that it stored. Without WANTED the function does nothing.
 template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs_max, u32 largest) {
     if constexpr (WANTED) {
         __shared__ u32 shared[32];
@@ -429,10 +436,10 @@ template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs
 
 using e4m3 = __nv_fp8_e4m3;
 using e5m2 = __nv_fp8_e5m2;
-struct e4m3_half : e4m3 {};  // codes of which none is beyond Fp8<e4m3_half>::MAX
+struct e4m3_half : e4m3 {};  // codes of at most Fp8<e4m3_half>::MAX
 
-// The FP8 formats. MAX: their largest value, as in llmq/base/dtypes.py, MAX_CODE: its code. CLAMPED:
-// whether the conversion does not know it.
+// The FP8 formats. MAX: the largest value, as in llmq/base/dtypes.py. MAX_CODE: the code of MAX.
+// CLAMPED: true if the conversion does not saturate at MAX by itself.
 template <class F> struct Fp8;
 template <> struct Fp8<e4m3> {
     static constexpr float MAX = 448.0f;
@@ -452,15 +459,15 @@ template <> struct Fp8<e5m2> {
     static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E5M2;
 };
 
-// x, or +-MAX where it is beyond that and the conversion does not know; NaN stays NaN.
+// x, cut to +-MAX if the format is CLAMPED; NaN stays NaN.
 template <class F> __device__ __forceinline__ float clamped(float x) {
     constexpr float MAX = Fp8<F>::MAX;
     if constexpr (Fp8<F>::CLAMPED) { return x > MAX ? MAX : x < -MAX ? -MAX : x; }
     return x;
 }
 
-// Four neighbours in FP8 format F, a in the lowest byte: rounded to nearest even; what lies beyond
-// +-MAX, infinity too, becomes +-MAX; NaN of either sign becomes 0x7F.
+// Four neighbours in FP8 format F, a in the lowest byte, rounded to nearest even. Numbers beyond
+// +-MAX, infinity too, become +-MAX; NaN of either sign becomes 0x7F.
 template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float c, float d) {
     const float2 low = make_float2(clamped<F>(a), clamped<F>(b));
     const float2 high = make_float2(clamped<F>(c), clamped<F>(d));
@@ -468,7 +475,7 @@ template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float
            (u32)__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, Fp8<F>::FORMAT) << 16;
 }
 
-// Values of the two codes in the lower half, the lowest first.
+// Values of the two codes in the lower half of `two`, the lower code first.
 template <class F> __device__ __forceinline__ float2 from_fp8(u32 two) {
     const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, Fp8<F>::FORMAT);
     return __half22float2(__half2(pair));

@@ -1,8 +1,8 @@
 // fp8.cuh -- results that a kernel also writes as FP8 codes, row-major, transposed, or both.
 //
-//   code = fp8(v * factor), factor = 1 / scale, v as the BF16 or F32 tensor holds it: the codes are
-//   those of a tensor that was written and then quantized. fp8() as to_fp8 in common.cuh.
-//   saturated += number of |v| > MAX * scale (a NaN does not count)
+//   code = fp8(v * factor), factor = 1 / scale; v: the element as rounded to the BF16 or F32
+//   tensor, so that codes equal those of quantizing the tensor. fp8() is to_fp8 in common.cuh.
+//   saturated += number of |v| > MAX * scale (NaN does not count)
 //
 // Included after the type variables and constants of a launch are defined: no name in here may be
 // one of those, so template parameters have long names.
@@ -10,14 +10,14 @@
 #include "common.cuh"
 #include "ptx.cuh"
 
-// A thread's encoder: of one tensor; with IS_WANTED = false of none: all codes are zero, and Format
-// may be any type.
+// A thread's encoder of one tensor. With IS_WANTED = false all codes are zero, and Format may be
+// any type.
 template <class Format, bool IS_WANTED> struct Fp8Encoder {
     float factor, limit;
     u32 count = 0;  // saturated elements of this thread
 
     Fp8Encoder() = default;
-    // Waits for the scale: to be made after other loads have begun.
+    // Waits for the scale: construct the encoder after other loads have begun.
     __device__ __forceinline__ explicit Fp8Encoder(const float* scale) {
         if constexpr (IS_WANTED) { use(*scale); }
     }
@@ -26,7 +26,7 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
         limit = Fp8<Format>::MAX * scale;
     }
 
-    // The codes of one 16-byte vector, in their order.
+    // The codes of one 16-byte vector, in the elements' order.
     __device__ __forceinline__ uint2 encode(const Vec<bf16>& x) {
         count_saturated(x);
         return make_uint2(four(to_f32(x[0]), to_f32(x[1]), to_f32(x[2]), to_f32(x[3])),
@@ -36,8 +36,8 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
         count_saturated(x);
         return four(x[0], x[1], x[2], x[3]);
     }
-    // The same, of one that is read by pairs, with its abs_max_bits: fewer instructions, but where
-    // registers are few, as in kernels of OctetTile, they are spilled.
+    // The codes of a vector that is read by pairs. largest: the vector's abs_max_bits. Takes fewer
+    // instructions than encode, but spills where registers are few, as in kernels of OctetTile.
     __device__ __forceinline__ uint2 encode_pairs(const Vec<bf16>& x, u32 largest) {
         const uint2 codes = make_uint2(four(x, 0), four(x, 4));
         count_saturated_pairs(x, largest);
@@ -48,14 +48,14 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
         count_saturated_pairs(x, largest);
         return codes;
     }
-    // The codes of eight neighbours.
+    // The codes of eight neighbouring elements.
     __device__ __forceinline__ uint2 encode(const Pack<bf16, 8>& x) { return encode(x.part[0]); }
     __device__ __forceinline__ uint2 encode(const Pack<float, 8>& x) {
         const u32 low = encode(x.part[0]);
         return make_uint2(low, encode(x.part[1]));
     }
 
-    // Codes of four neighbours, without counting saturation.
+    // Codes of four neighbouring elements, without counting saturation.
     __device__ __forceinline__ u32 four(float a, float b, float c, float d) const {
         if constexpr (IS_WANTED) {
             return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
@@ -63,7 +63,7 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
         return 0;
     }
 
-    // All threads of a warp call it once, at the end. Nothing is added for nothing.
+    // All threads of a warp call finish once, at the end. If the count is 0, nothing is added.
     __device__ __forceinline__ void finish(i32* saturated) {
         if constexpr (IS_WANTED) {
             const u32 sum = __reduce_add_sync(0xFFFFFFFFu, count);
@@ -102,7 +102,8 @@ private:
     }
 };
 
-// row[i]: four neighbours of row i. column[j] becomes the four of column j.
+// Transpose 4 x 4 bytes. row[i]: the four bytes of row i. column[j] gets the four bytes of column
+// j.
 __device__ __forceinline__ void transpose_bytes(u32 (&column)[4], const u32 (&row)[4]) {
     const u32 left01 = __byte_perm(row[0], row[1], 0x5140);   // columns 0, 0, 1, 1
     const u32 right01 = __byte_perm(row[0], row[1], 0x7362);  // columns 2, 2, 3, 3
@@ -114,8 +115,8 @@ __device__ __forceinline__ void transpose_bytes(u32 (&column)[4], const u32 (&ro
     column[3] = __byte_perm(right01, right23, 0x7632);
 }
 
-// Lanes 2i and 2i + 1 hold neighbouring octets `a` of one place and `b` of another: the even lane
-// gets all 16 bytes of the first place, the odd lane all of the second.
+// Lanes 2i and 2i + 1 hold neighbouring octets: `a` at one place, `b` at another. The even lane
+// gets all 16 bytes of the first place, the odd lane all 16 bytes of the second.
 __device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
     const bool odd = threadIdx.x & 1;
     const uint2 kept = odd ? b : a, given = odd ? a : b;
@@ -126,11 +127,11 @@ __device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
 
 // -- For kernels that work element by element ----------------------------------------------------
 
-// Columns of transposed codes of `rows` rows: rounded up to 16 bytes by codes of zeros, which add
-// nothing to products.
+// Number of columns of transposed codes of `rows` rows: `rows` rounded up to 16. The extra codes
+// are zeros, which add nothing to products.
 __device__ __forceinline__ i64 turned_columns(i64 rows) { return (rows + 15) & ~15ll; }
 
-// 16 bytes of codes. IS_STREAMED: they leave the L2 cache first.
+// Store 16 bytes of codes. IS_STREAMED: the L2 cache evicts the codes first.
 template <bool IS_STREAMED> __device__ __forceinline__ void store_codes(void* place, uint4 codes) {
     if constexpr (IS_STREAMED) {
         __stcs(static_cast<uint4*>(place), codes);
@@ -139,12 +140,12 @@ template <bool IS_STREAMED> __device__ __forceinline__ void store_codes(void* pl
     }
 }
 
-// A block of 256 threads makes the codes of 128 rows and 64 columns: a thread 4 rows and 8 columns
-// from row(), column(); a warp 16 rows. The tile has a line of 128 bytes for each column; the 16
-// bytes of warp w lie in its place w ^ (column / 8). So 32 lanes write 4 bytes each, and 8 lanes
-// read 16 bytes each, in different banks.
+// A block of 256 threads makes the codes of 128 rows and 64 columns: a thread has 4 rows and 8
+// columns from row(), column() on; a warp has 16 rows. The tile has a line of 128 bytes for each
+// column, in which the 16 bytes of warp w lie at place w ^ (column / 8). In this layout 32 lanes
+// write 4 bytes each, and 8 lanes read 16 bytes each, in different banks.
 struct OctetTile {
-    static constexpr int LINES = 128, COLUMNS = 64, PLACES = LINES / 16;  // LINES: rows
+    static constexpr int LINES = 128, COLUMNS = 64, PLACES = LINES / 16;  // LINES: number of rows
     uint4 line[COLUMNS][PLACES];
 
     static __device__ __forceinline__ int row() {
@@ -152,8 +153,8 @@ struct OctetTile {
     }
     static __device__ __forceinline__ int column() { return (threadIdx.x & 7) * 8; }
 
-    // Row-major: to codes (any rows, columns) from this thread's row and column of it. All threads
-    // of a warp call it; columns % 16 == 0.
+    // Store this thread's codes row-major, to (row, column) of codes (any rows, columns). All
+    // threads of a warp call this function; columns % 16 == 0.
     template <bool IS_STREAMED = false, class Format>
     static __device__ __forceinline__ void store_rows(Format* codes, i64 row, int column,
                                                       int columns, const uint2 (&four)[4],
@@ -167,7 +168,7 @@ struct OctetTile {
         }
     }
 
-    // Put this thread's codes in; a barrier must follow.
+    // Put this thread's codes into the tile. A barrier must follow.
     __device__ __forceinline__ void put(const uint2 (&four)[4]) {
         const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3;
         const int octet = threadIdx.x & 7;
@@ -181,8 +182,9 @@ struct OctetTile {
         }
     }
 
-    // Store the tile's part inside transposed (columns, turned), turned = turned_columns(rows),
-    // from the tile's first row and column on. Threads without rows have put codes of zeros.
+    // Store the part of the tile that lies inside transposed (columns, turned), with turned =
+    // turned_columns(rows), from the tile's first row and column on. Threads without rows must have
+    // put codes of zeros.
     template <bool IS_STREAMED = false, class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
                                           i64 turned, int columns) const {
@@ -197,8 +199,8 @@ struct OctetTile {
     }
 };
 
-// Codes that are there, to be turned: as OctetTile, but a thread has 4 rows of 16 columns, of 128, and
-// places are w ^ (column / 16). A barrier is between put and store.
+// Transposes existing codes. Like OctetTile, but with 128 columns, of which a thread has 4 rows of
+// 16, and with places w ^ (column / 16). A barrier must separate put from store.
 struct CodesTile {
     static constexpr int SIZE = 128, PLACES = SIZE / 16;
     uint4 line[SIZE][PLACES];
@@ -221,7 +223,8 @@ struct CodesTile {
         }
     }
 
-    // Store the tile's part inside transposed (columns, turned), like OctetTile.
+    // Store the part of the tile that lies inside transposed (columns, turned), like
+    // OctetTile::store.
     template <class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
                                           i64 turned, int columns) const {
@@ -237,10 +240,11 @@ struct CodesTile {
 };
 
 // A thread's place in a matrix (rows, columns) that is cut into OctetTiles, in a grid (across,
-// down). rows % 4 == 0, columns % 16 == 0: all of its 4 rows and 8 columns are inside, or none.
+// down). rows % 4 == 0, columns % 16 == 0: all of a thread's 4 rows and 8 columns are inside, or
+// none.
 struct OctetPlace {
     i64 first_row, row;
-    int first_column, column, there;  // there: rows inside, 4 or 0
+    int first_column, column, there;  // there: number of rows inside, 4 or 0
     bool inside;
     __device__ __forceinline__ OctetPlace(i64 rows, int columns) {
         first_row = (i64)blockIdx.y * OctetTile::LINES;
@@ -252,12 +256,12 @@ struct OctetPlace {
     }
 };
 
-// Loaded elements of a thread: BF16 stays packed, so that many fit into registers.
+// A thread's loaded elements. BF16 stays packed, so that many elements fit into registers.
 template <class Element> struct OctetRows {
     static constexpr int PARTS = 8 / Vec<Element>::N;
     uint4 part[4][PARTS];
 
-    // Row i is at p + i * stride; zeros where i >= there.
+    // Load row i from p + i * stride; rows with i >= there become zeros.
     __device__ __forceinline__ void load(const Element* p, i64 stride, int there) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -274,14 +278,14 @@ template <class Element> struct OctetRows {
         Pack<Element, 8> out;
 #pragma unroll
         for (int k = 0; k < PARTS; ++k) {
-            forget(part[i][k]);  // else it may be unpacked long before, into twice the registers
+            forget(part[i][k]);  // else the compiler may unpack early, into twice the registers
             out.part[k] = unpack<Element>(part[i][k]);
         }
         return out;
     }
 };
 
-// Values of eight codes.
+// Decode eight codes: x = code * scale.
 template <class Format>
 __device__ __forceinline__ void decode(float (&x)[8], const uint2& codes, float scale) {
 #pragma unroll
@@ -302,7 +306,7 @@ template <class Format> __device__ __forceinline__ u32 largest_codes(const uint2
     return count;
 }
 
-// Loaded codes of a product; elements are code * scale.
+// A thread's loaded codes of a product's result; elements are code * scale.
 template <class Format> struct OctetCodes {
     struct Eight {
         float v[8];
@@ -313,7 +317,7 @@ template <class Format> struct OctetCodes {
 
     __device__ __forceinline__ explicit OctetCodes(const float* scale) : scale(*scale) {}
 
-    // Row i is at p + i * stride, a multiple of 8 bytes; zeros where i >= there.
+    // Load row i from p + i * stride, a multiple of 8 bytes; rows with i >= there become zeros.
     __device__ __forceinline__ void load(const Format* p, i64 stride, int there) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -327,7 +331,7 @@ template <class Format> struct OctetCodes {
         decode<Format>(out.v, four[i], scale);
         return out;
     }
-    // Elements that are +-MAX.
+    // Number of elements that are +-MAX.
     __device__ __forceinline__ u32 largest_codes() const {
         u32 count = 0;
 #pragma unroll
@@ -336,7 +340,7 @@ template <class Format> struct OctetCodes {
     }
 };
 
-// OctetRows or OctetCodes, by the element; both are constructed from a scale.
+// OctetRows or OctetCodes, depending on the element type. Both are constructed from a scale.
 template <class Element> struct OctetOf {
     struct Type : OctetRows<Element> {
         __device__ __forceinline__ explicit Type(const float*) {}
@@ -345,9 +349,9 @@ template <class Element> struct OctetOf {
 template <> struct OctetOf<e4m3> { using Type = OctetCodes<e4m3>; };
 template <> struct OctetOf<e5m2> { using Type = OctetCodes<e5m2>; };
 
-// Statistics of a product's codes, which the product cannot record; see ProductCodes in
-// llmq/base/operand.py. All threads of all blocks call it, with one or more OctetCodes of the same
-// tensor. Nothing if abs_max is null, and nothing of OctetRows.
+// Record statistics of a product's codes, which the product itself cannot record; see ProductCodes
+// in llmq/base/operand.py. All threads of all blocks call this, with one or more OctetCodes of the
+// same tensor. Records nothing if abs_max is null, or for OctetRows.
 template <class... Rows>
 __device__ __forceinline__ void look_at_codes(const float*, float*, i32*, const Rows&...) {}
 template <class Format, class... More>
@@ -385,15 +389,15 @@ __device__ __forceinline__ u32 abs_max_bits(const Pack<Element, COUNT>& x) {
 
 // -- For kernels that work row by row ------------------------------------------------------------
 
-// Keeps the row packed over a reduction: the compiler would keep unpacked copies too, and with them
-// fewer rows would be in flight on an SM.
+// Keeps the row packed over a reduction. The compiler would also keep unpacked copies, and an SM
+// would have fewer rows in flight.
 template <class Element, int W, int COUNT>
 __device__ __forceinline__ void forget(Row<Element, W, COUNT>& row) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) { forget(reinterpret_cast<uint4&>(row.v[i])); }
 }
 
-// The FP8 results of a kernel whose threads hold rows as Row in common.cuh, with IS_WANTED.
+// The FP8 results, if IS_WANTED, of a kernel whose threads hold rows as Row in common.cuh.
 template <class Format, bool IS_WANTED> struct Fp8Rows {
     Fp8Encoder<Format, IS_WANTED> encoder;
     Format* codes;
@@ -405,12 +409,12 @@ template <class Format, bool IS_WANTED> struct Fp8Rows {
         if constexpr (IS_WANTED) { scale = *from; }
     }
 
-    // Store this thread's part of a row; returns its largest abs_bits.
+    // Store this thread's part of a row; return the largest abs_bits of this part.
     template <class Element, int W, int COUNT>
     __device__ __forceinline__ u32 emit(const Row<Element, W, COUNT>& x, i64 row, bool active) {
         u32 largest = 0;
         if constexpr (IS_WANTED) {
-            forget(scale);  // or it would be waited for before the first row is loaded
+            forget(scale);  // else the kernel waits for scale before it loads a row
             encoder.use(scale);
         }
 #pragma unroll
@@ -421,14 +425,14 @@ template <class Format, bool IS_WANTED> struct Fp8Rows {
             largest = max(largest, bits);
             if constexpr (IS_WANTED) {
                 uint4 packed = pack(x.v[i]);
-                forget(packed);  // or all would be unpacked early, into too many registers
+                forget(packed);  // else all unpack early, into too many registers
                 store(codes + row * columns + c, encoder.encode_pairs(unpack<Element>(packed), bits));
             }
         }
         return largest;
     }
 
-    // All threads call it once, at the end.
+    // All threads call finish once, at the end.
     __device__ __forceinline__ void finish(i32* saturated) { encoder.finish(saturated); }
 
 private:
@@ -437,8 +441,8 @@ private:
     }
 };
 
-// One row of parameters, the same for all rows: HELD in the registers of a Row's threads, or read
-// again from the cache wherever it is used, which leaves registers for what FP8 results need.
+// A row of parameters that all rows use. HELD: the registers of a Row's threads hold it. Else it is
+// read from the cache at each use, which leaves registers for FP8 results.
 template <class Element, int W, int COUNT, bool HELD> struct RowParameter {
     Row<Element, W, COUNT> held;
     const Element* values;
@@ -448,19 +452,19 @@ template <class Element, int W, int COUNT, bool HELD> struct RowParameter {
         : values(values), columns(columns) {
         if constexpr (HELD) { held.load(values, columns, true); }
     }
-    // A Vec, or a reference to one. Zeros past the end of the row.
+    // Returns vector i as a Vec, or a reference to one. Elements past the row's end are zeros.
     __device__ __forceinline__ decltype(auto) vector(int i) const {
         if constexpr (HELD) {
             return (held.v[i]);
         } else {
             int c = held.column(i);
-            forget(c);  // or the compiler would load it once and hold it
+            forget(c);  // else the compiler would load the row once and hold it
             uint4 loaded = make_uint4(0, 0, 0, 0);
             if (c < columns) { loaded = pack(load_vec(values + c)); }
             return unpack<Element>(loaded);
         }
     }
-    // See forget of what the threads load of other rows.
+    // Like forget for a Row: keeps vector i packed.
     __device__ __forceinline__ void forget_vector(int i) {
         if constexpr (HELD) { forget(reinterpret_cast<uint4&>(held.v[i])); }
     }
