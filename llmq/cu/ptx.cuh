@@ -11,9 +11,9 @@
 //   C, D (16 x 8)                 d[0], d[1]: row g,     columns 2t, 2t + 1
 //                                 d[2], d[3]: row g + 8, columns 2t, 2t + 1
 //
-// Fragments of m16n8k32 (.s8, .e4m3, .e5m2) are the same registers in the same places, each of four
-// neighbouring bytes instead of two elements: a[0] is row g, inner 4t .. 4t + 3, a[2] inner 4t + 16 ..
-// 4t + 19, and so on.
+// Fragments of m16n8k32 (.s8, .e4m3, .e5m2) have the same registers in the same places, but each
+// register holds four neighbouring bytes: a[0] is row g, inner 4t .. 4t + 3, a[2] is inner 4t + 16
+// .. 4t + 19, and so on.
 #pragma once
 
 // An address within shared memory, in bytes.
@@ -32,7 +32,7 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned int (&r)[4], SharedAddress 
                  : "memory");
 }
 
-// As ldmatrix_x4, each matrix transposed: elements 2t, 2t + 1 of its column g.
+// Like ldmatrix_x4, but register i gets elements 2t, 2t + 1 of column g of matrix i.
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -40,10 +40,10 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], SharedAd
                  : "memory");
 }
 
-// Programmatic dependent launch, of a kernel that is declared so (llmq/runtime/kernel.py): the next
-// kernel of the stream may begin as soon as all blocks of this one have called start_next_kernel. It
-// reads and writes nothing that earlier kernels touch before all its threads have called
-// wait_for_earlier_kernels. Compute capability 9.0 and later; elsewhere kernels follow each other.
+// Programmatic dependent launch, for kernels declared so (llmq/runtime/kernel.py): the stream's
+// next kernel may begin as soon as all blocks of this kernel have called start_next_kernel. A
+// kernel must not touch memory of earlier kernels before all its threads have called
+// wait_for_earlier_kernels. Compute capability 9.0 and later; elsewhere kernels run one by one.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -55,7 +55,7 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 #endif
 }
 
-// 16 bytes of shared memory, aligned.
+// Load 16 bytes from shared memory, aligned to 16 bytes.
 __device__ __forceinline__ uint4 load_shared(SharedAddress from) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -65,14 +65,14 @@ __device__ __forceinline__ uint4 load_shared(SharedAddress from) {
     return x;
 }
 
-// 8 bytes, aligned.
+// Load 8 bytes from shared memory, aligned to 8 bytes.
 __device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
     return x;
 }
 
-// The F32 at an offset in bytes of a table in shared memory, aligned to 256 bytes: byte i of a word.
+// Load the F32 at byte offset (byte i of word) of a table in shared memory, aligned to 256 bytes.
 __device__ __forceinline__ float lookup_shared(SharedAddress table, unsigned int word, int i) {
     float x;
     asm("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(__byte_perm(word, table, 0x7650 + i)));
@@ -86,14 +86,14 @@ __device__ __forceinline__ float load_here(const float* from) {
     return x;
 }
 
-// The inverse of load_shared.
+// Store 16 bytes to shared memory, aligned to 16 bytes.
 __device__ __forceinline__ void store_shared(SharedAddress to, const uint4& x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y),
                  "r"(x.z), "r"(x.w)
                  : "memory");
 }
 
-// d += a b, BF16 products summed in F32; fragments as above.
+// d += a b: BF16 factors, F32 sums; fragments as above.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[4],
                                                   unsigned int b0, unsigned int b1) {
     asm volatile(
@@ -103,15 +103,15 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// a b + c of two BF16 in each word, rounded once.
+// a b + c for two BF16 in each word, rounded once.
 __device__ __forceinline__ unsigned int fma_pair(unsigned int a, unsigned int b, unsigned int c) {
     unsigned int x;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
     return x;
 }
 
-// d += a b of F32 of which the tensor cores drop the lower 13 bits (TF32). m16n8k8: D as above, lane
-// 4 g + t has of A rows g, g + 8 of column t, then of column t + 4; of B rows t, t + 4 of column g.
+// d += a b for F32, whose lower 13 bits the tensor cores drop (TF32). m16n8k8: D as above. Lane 4 g
+// + t has rows g, g + 8 of A's column t, then of column t + 4, and rows t, t + 4 of B's column g.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const float (&a)[4], float b0,
                                                  float b1) {
     asm volatile(
@@ -122,7 +122,7 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const float (&a)
           "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-// d += a b of signed bytes, summed in 32 bits, which wrap around; fragments as above.
+// d += a b for signed bytes, with sums in 32 bits, which wrap around; fragments as above.
 __device__ __forceinline__ void mma_m16n8k32_s8(int (&d)[4], const unsigned int (&a)[4],
                                                 unsigned int b0, unsigned int b1) {
     asm volatile(
@@ -132,8 +132,8 @@ __device__ __forceinline__ void mma_m16n8k32_s8(int (&d)[4], const unsigned int 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d = a b, or with ADD d += a b, of fp8 codes, summed as the tensor cores do it: in F32 on some cards,
-// with 14 significant bits on others. Compute capability 8.9 and later, but on 9.0 in slow pieces.
+// d = a b, or with ADD d += a b, for fp8 codes. Sums are as exact as the card's tensor cores: F32
+// on some, 14 significant bits on others. Compute capability 8.9 and later; slow on 9.0.
 #define PTX_MMA_FP8(FORMATS)                                                                   \
     if constexpr (ADD) {                                                                       \
         asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." FORMATS ".f32 "                  \
@@ -159,8 +159,8 @@ __device__ __forceinline__ void mma_m16n8k32_fp8(float (&d)[4], const unsigned i
 }
 #undef PTX_MMA_FP8
 
-// d += a b of E4M3 codes, summed in half precision: d[0] has columns 2t, 2t + 1 of row g, the lower one
-// in the lower half, d[1] of row g + 8. Compute capability 8.9 and later.
+// d += a b for E4M3 codes, with sums in half precision: d[0] has columns 2t (lower half) and 2t + 1
+// of row g, d[1] the same columns of row g + 8. Compute capability 8.9 and later.
 __device__ __forceinline__ void mma_m16n8k32_half(unsigned int (&d)[2], const unsigned int (&a)[4],
                                                   unsigned int b0, unsigned int b1) {
     asm volatile(
@@ -170,9 +170,9 @@ __device__ __forceinline__ void mma_m16n8k32_half(unsigned int (&d)[2], const un
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Copy 16 bytes from global to shared memory in the background, past L1; zeros if not valid (the
-// address must then still be one that may be read). Both 16-byte aligned. ONCE: nobody reads it again, so
-// that L2 keeps others.
+// Copy 16 bytes from global to shared memory in the background, past L1; zeros if not valid (`from`
+// must still be a readable address). Both addresses are 16-byte aligned. ONCE: no later load needs
+// the bytes, so that L2 may evict them first.
 template <bool ONCE = false>
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid) {
     const auto source = __cvta_generic_to_global(from);
@@ -189,7 +189,7 @@ __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, 
     }
 }
 
-// The same through L1, for BYTES = 4, 8, or 16 bytes, aligned to that.
+// Like cp_async_16, but through L1, for BYTES = 4, 8 or 16 bytes, aligned to BYTES.
 template <int BYTES>
 __device__ __forceinline__ void cp_async_cached(SharedAddress to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to),
@@ -197,19 +197,19 @@ __device__ __forceinline__ void cp_async_cached(SharedAddress to, const void* fr
                  : "memory");
 }
 
-// End the group of this thread's copies since the last one.
+// End a group: all of this thread's copies since the last group.
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Wait until all but this thread's newest PENDING groups have arrived. Other threads see them after
-// a barrier.
+// Wait until all but this thread's newest PENDING groups have arrived. Other threads see the copies
+// after a barrier.
 template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Wait for all of `threads` threads, whole warps, that come to this barrier; `id` is from 1 to 15. What
-// each wrote to shared memory before is seen by all behind it.
+// Wait until `threads` threads (whole warps) have come to barrier `id`, from 1 to 15. After the
+// barrier all of them see each other's earlier writes to shared memory.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -228,7 +228,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// The larger ones of the lower and of the upper 16 bits, unsigned.
+// The larger lower 16 bits and the larger upper 16 bits of two words, unsigned.
 __device__ __forceinline__ unsigned int max_halves(unsigned int a, unsigned int b) {
 #if __CUDA_ARCH__ >= 900
     unsigned int larger;
@@ -239,7 +239,7 @@ __device__ __forceinline__ unsigned int max_halves(unsigned int a, unsigned int 
 #endif
 }
 
-// The larger magnitudes of the lower and of the upper BF16; a NaN if one is.
+// The larger magnitudes of two words' lower BF16 and of their upper BF16; NaN wins.
 __device__ __forceinline__ unsigned int larger_magnitudes(unsigned int a, unsigned int b) {
 #if __CUDA_ARCH__ >= 900
     unsigned int x;
@@ -250,7 +250,7 @@ __device__ __forceinline__ unsigned int larger_magnitudes(unsigned int a, unsign
 #endif
 }
 
-// The larger one, or NaN if one is. Compute capability 8.0 and later.
+// The larger number, or NaN if a or b is NaN. Compute capability 8.0 and later.
 __device__ __forceinline__ float larger(float a, float b) {
     float x;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
@@ -266,8 +266,8 @@ __device__ __forceinline__ unsigned int cluster_rank() {
     return rank;
 }
 
-// A barrier of all threads of the cluster in two halves: what a thread wrote before it arrived is
-// seen by every thread that has waited.
+// A barrier of all threads of the cluster in two halves. Threads that have waited see all writes of
+// threads before they arrived.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -275,7 +275,7 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The two floats at `p`, an 8-byte aligned shared variable, of block `rank` of the cluster.
+// Load the two floats at `p`, an 8-byte aligned shared variable, from block `rank` of the cluster.
 __device__ __forceinline__ float2 load_cluster(const float2* p, unsigned int rank) {
     SharedAddress address;
     float2 x;
@@ -291,26 +291,26 @@ __device__ __forceinline__ float2 load_cluster(const float2* p, unsigned int ran
 
 // -- Barriers in shared memory (mbarrier; compute capability 9.0 and later) -----------------------
 //
-// A phase of a barrier ends when its arrivals have come, and the bytes that they expect of copies.
-// Phases are numbered from 0; parity is that of the number.
+// A phase of a barrier ends when all arrivals, and all bytes of copies that arrivals expect, have
+// come. Phases are numbered from 0; a phase's parity is the parity of its number.
 
 __device__ __forceinline__ void barrier_init(SharedAddress barrier, unsigned int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// After barrier_init, before other blocks of the cluster and copies use the barriers.
+// Call after barrier_init, before copies or other blocks of the cluster use the barriers.
 __device__ __forceinline__ void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, and lets the phase wait for so many bytes of copies.
+// Arrives, and makes the phase wait for `bytes` bytes of copies.
 __device__ __forceinline__ void barrier_expect(SharedAddress barrier, unsigned int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// At the same barrier of block `rank` of the cluster. Not .release.cluster, which would wait for all
-// stores of the thread: it says that tiles have been read, by products that were waited for.
+// Arrives at the same barrier of block `rank` of the cluster. .release.cluster would wait for all
+// the thread's stores, and is not needed: an arrival says that finished products have read tiles.
 __device__ __forceinline__ void barrier_arrive_at(SharedAddress barrier, unsigned int rank) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -318,7 +318,7 @@ __device__ __forceinline__ void barrier_arrive_at(SharedAddress barrier, unsigne
         "r"(rank)
         : "memory");
 }
-// Until the phase of this parity has ended; the caller knows that the one before it has.
+// Waits until the phase with this parity has ended. The phase before it must have ended.
 __device__ __forceinline__ void barrier_wait(SharedAddress barrier, unsigned int parity) {
     asm volatile(
         "{\n.reg .pred done;\nAGAIN_%=:\n"
@@ -330,9 +330,8 @@ __device__ __forceinline__ void barrier_wait(SharedAddress barrier, unsigned int
 
 // -- Counts in memory that other blocks add to ----------------------------------------------------
 
-// Until a count has this value; then what its other threads had written before they added is there.
-// One piece of assembly: products of warpgroups on their way across a loop in C would all be waited
-// for.
+// Waits until *count is `value`, and sees what other threads wrote before they added to the count.
+// One piece of assembly: a loop in C++ would make the compiler wait for all products under way.
 __device__ __forceinline__ void wait_for_count(const int* count, int value) {
     asm volatile(
         "{\n.reg .pred other;\n.reg .b32 now;\nAGAIN_%=:\nld.acquire.gpu.global.s32 now, [%0];\n"
@@ -343,10 +342,10 @@ __device__ __forceinline__ void wait_for_count(const int* count, int value) {
 
 // -- Copies of boxes of a matrix (TMA; compute capability 9.0 and later) --------------------------
 //
-// A map describes a row-major matrix and the box that is copied, whose rows take up to 128 bytes: in
-// shared memory they lie 128 bytes apart, "swizzled": 16-byte word w of row r stands at word w ^ r % 8.
-// What of a box lies outside of the matrix is zero when loaded, and is not stored. x: its first
-// column. y: its first row. One thread copies.
+// A map describes a row-major matrix and the copied box, whose rows have up to 128 bytes. In shared
+// memory rows lie 128 bytes apart, "swizzled": 16-byte word w of row r stands at word w ^ r % 8. A
+// box's elements outside the matrix are loaded as zeros and not stored. x, y: the box's first
+// column and row. One thread copies.
 
 struct alignas(64) TensorMap {
     unsigned long long words[16];
@@ -360,7 +359,7 @@ __device__ __forceinline__ void load_box(SharedAddress to, const TensorMap* map,
         "l"(map), "r"(x), "r"(y), "r"(barrier)
         : "memory");
 }
-// To the same place of every block of the cluster in `blocks`, and with its barrier.
+// Load a box to the same place in each block of the mask `blocks`, with that block's barrier.
 __device__ __forceinline__ void load_box_for(SharedAddress to, const TensorMap* map, int x, int y,
                                              SharedAddress barrier, unsigned short blocks) {
     asm volatile(
@@ -369,7 +368,7 @@ __device__ __forceinline__ void load_box_for(SharedAddress to, const TensorMap* 
         "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
         : "memory");
 }
-// Copy `bytes` contiguous bytes; addresses and `bytes` are multiples of 16.
+// Copy `bytes` contiguous bytes to shared memory; addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void load_bytes(SharedAddress to, const void* from, unsigned int bytes,
                                            SharedAddress barrier) {
     asm volatile(
@@ -378,7 +377,7 @@ __device__ __forceinline__ void load_bytes(SharedAddress to, const void* from, u
         "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
         : "memory");
 }
-// After stores_begin, which makes the warp's writes to shared memory visible to the copy.
+// Store a box. Call stores_begin before, which makes writes to shared memory visible to the copy.
 __device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, SharedAddress from) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
@@ -389,7 +388,7 @@ __device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, Sh
 __device__ __forceinline__ void stores_begin() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Until all but this thread's newest PENDING stores have read shared memory; until all have written.
+// Wait until all but the newest PENDING stores have read shared memory; until all have written.
 template <int PENDING = 0> __device__ __forceinline__ void stores_have_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
@@ -397,7 +396,7 @@ __device__ __forceinline__ void stores_are_done() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// The line of 128 bytes that holds *p is on its way to the L2 cache.
+// Start fetching the 128-byte line that holds *p into the L2 cache.
 __device__ __forceinline__ void prefetch_line(const void* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
@@ -407,7 +406,7 @@ __device__ __forceinline__ void prefetch_line(const void* p) {
 // Operands lie in shared memory as load_box writes them, in one of two ways. K inside: a row is 128
 // bytes of the inner dimension; 8 rows, 1024 bytes, repeat. K outside: a row of the box is one inner
 // index with 64 outer elements; 8 rows repeat, and the next 64 outer elements are `chunk` bytes
-// further. Adding to a descriptor moves it by 16 bytes each.
+// further. Adding 1 to a descriptor moves it by 16 bytes.
 
 using Descriptor = unsigned long long;
 
@@ -435,9 +434,9 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
 #define PTX_NAMES_112                                                                          \
     PTX_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "      \
     "%108, %109, %110, %111"
-// d (64, columns) = a (64, inner) b (inner, columns) [+ d]: 32 bytes of the inner dimension. Lane
-// 4 g + t of warp w of the warpgroup has d[4 j + i], of row 16 w + g + 8 (i / 2) and column
-// 8 j + 2 t + i % 2. WIDTH: n and the columns; A, B, ADD: the names behind those of d.
+// d (64, columns) = a (64, inner) b (inner, columns) [+ d], over 32 bytes of the inner dimension.
+// In lane 4 g + t of the warpgroup's warp w, d[4 j + i] is row 16 w + g + 8 (i / 2), column
+// 8 j + 2 t + i % 2. WIDTH: "n" and the columns. A, B, ADD: operands' names, after d's.
 #define PTX_WGMMA(WIDTH, NAMES, A, B, ADD, FORMATS, TRANSPOSED, ...)                           \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                          \
                  "wgmma.mma_async.sync.aligned.m64" WIDTH FORMATS " {" NAMES "}, " A ", " B     \
@@ -469,8 +468,8 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
         PRODUCT("k32.f32.e4m3.e4m3", "");                                                      \
     }
 
-// COLUMNS: 64, 192 or 224. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then
-// BF16, and moves by 16 rows. LEFT_OUTSIDE: of a likewise; then of both, and 64, 128 or 192 columns.
+// COLUMNS: 64, 192 or 224. Left, Right: formats of a and b. K_OUTSIDE: b has K outside, is BF16,
+// and steps by 16 rows. LEFT_OUTSIDE: so does a; needs K_OUTSIDE, and 64, 128 or 192 columns.
 template <int COLUMNS, class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
     static_assert(COLUMNS == 64 || COLUMNS == (LEFT_OUTSIDE ? 128 : 224) || COLUMNS == 192);
@@ -491,7 +490,7 @@ __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Des
 }
 #undef PTX_OF_FORMATS
 
-// As PTX_WGMMA with a in registers, BF16: A(i) is the name of the i-th of its four.
+// Like PTX_WGMMA, with BF16 a in four registers: A(i) is the name of the i-th register.
 #define PTX_LEFT(WIDTH, NAMES, A, B, ADD, TRANSPOSED, ...)                                     \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                          \
                  "wgmma.mma_async.sync.aligned.m64" WIDTH "k16.f32.bf16.bf16 {" NAMES "}, {" A  \
@@ -503,8 +502,8 @@ __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Des
 #define PTX_LEFT_128(TRANSPOSED)                                                               \
     PTX_LEFT("n128", PTX_NAMES_64, "%64, %65, %66, %67", "%68", "%69", TRANSPOSED, PTX_32(0),  \
              PTX_32(32))
-// As wgmma, of BF16. COLUMNS: 64 or 128. a: registers of 64 rows and 16 of the inner dimension, in
-// each warp those of 16 rows as in m16n8k16. They may change once the products have been waited for.
+// Like wgmma, for BF16. COLUMNS: 64 or 128. a: 64 rows and 16 of the inner dimension, 16 rows in
+// each warp's registers as in m16n8k16. The registers may change only after a wait for the product.
 template <int COLUMNS, bool K_OUTSIDE>
 __device__ __forceinline__ void wgmma_left(float (&d)[COLUMNS / 2], const unsigned int (&a)[4],
                                            Descriptor b, int add) {
@@ -535,8 +534,8 @@ __device__ __forceinline__ void wgmma_left(float (&d)[COLUMNS / 2], const unsign
 #undef PTX_NAMES_32
 #undef PTX_32
 #undef PTX_8
-// Between other uses of d and the first product; the end of a group of products; until at most
-// PENDING of the groups run.
+// wgmma_begin separates other uses of d from the first product; wgmma_commit ends a group of
+// products; wgmma_wait waits until at most PENDING groups run.
 __device__ __forceinline__ void wgmma_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -547,13 +546,13 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// After wgmma_wait: no use of d may be moved to before it.
+// Call after wgmma_wait: the compiler then moves no use of d before the wait.
 template <int COUNT> __device__ __forceinline__ void arrived(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) { asm volatile("" : "+f"(d[i])::"memory"); }
 }
 
-// The inverse of ldmatrix_x4: registers of all lanes into the rows.
+// The inverse of ldmatrix_x4: store the registers of all lanes to the matrices' rows.
 __device__ __forceinline__ void stmatrix_x4(SharedAddress row, unsigned int a, unsigned int b,
                                             unsigned int c, unsigned int d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
@@ -561,7 +560,7 @@ __device__ __forceinline__ void stmatrix_x4(SharedAddress row, unsigned int a, u
                  : "memory");
 }
 
-// As stmatrix_x4, each matrix transposed.
+// Like stmatrix_x4, with each matrix transposed.
 __device__ __forceinline__ void stmatrix_x4_trans(SharedAddress row, unsigned int a, unsigned int b,
                                                   unsigned int c, unsigned int d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
@@ -569,7 +568,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(SharedAddress row, unsigned in
                  : "memory");
 }
 
-// Set a warpgroup's registers a thread: fewer, or more than the launch gave.
+// Set the warpgroup's number of registers per thread, to fewer or more than at launch.
 template <int COUNT> __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -588,8 +587,8 @@ __device__ __forceinline__ unsigned long long global_time() {
 
 // -- Registers -----------------------------------------------------------------------------------
 
-// Makes the compiler forget what it derived from x, so that it unpacks x again where it is used next
-// and does not keep the unpacked elements in registers meanwhile.
+// Makes the compiler forget values derived from x, so that the next use of x unpacks x again, and
+// no registers hold unpacked elements meanwhile.
 __device__ __forceinline__ void forget(uint4& x) {
     asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
 }
