@@ -342,7 +342,7 @@ class Course:
     """Tracker of resumed steps along the records of a log."""
 
     def __init__(self) -> None:
-        self._newest = -1  # step
+        self._newest = -1  # newest step
 
     def back_to(self, record: dict[str, Any]) -> int | None:
         """Return the number of done steps to which this record goes back; None if it undoes no
@@ -372,7 +372,7 @@ def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of a log without undone steps and without evaluations that a resumed run
     has repeated."""
     course, kept = Course(), []
-    begun = resumed_at = 0  # of the newest `cmd`: number of kept records before it, its step
+    begun = resumed_at = 0  # number of kept records before the newest `cmd`; step of that `cmd`
     for record in records:
         back = course.back_to(record)
         if back is not None:

@@ -300,7 +300,7 @@ class LossCurve:
     def __init__(self) -> None:
         self.points: list[float] = []
         self._size = 1  # values in each point
-        self._sum = 0.0  # of values that fill no point yet
+        self._sum = 0.0  # sum of the values that fill no point yet
         self._count = 0
 
     def add(self, value: float) -> None:
@@ -426,8 +426,8 @@ class LiveView(PlainView):
         losses: Iterable[float] = (),
         brief: bool = True,
     ):
-        """first_step: steps already done, of total_steps. panel: table of GPUs. losses: of done
-        steps, the curve's beginning. brief: as of PlainView."""
+        """first_step: number of done steps, of total_steps. panel: table of GPUs. losses: losses of
+        the done steps, the curve's beginning. brief: see PlainView."""
         self._console, self._panel = console, panel
         self.shows_sensors, self.brief = panel is not None, brief
         self._progress = Progress(first_step, total_steps)
@@ -444,10 +444,10 @@ class LiveView(PlainView):
             self._console.print(Group(line), crop=False)  # rich would copy a bare Text
 
     def progress(self, **state: Any) -> None:
-        """Update the view. After a step: step (done so far), loss, norm, lr, ms, tokens, numbers
-        (of the loss, by name). After an evaluation: scores, by name. After samples: texts, by name,
-        in a line each. validated: done share of a validation, None outside. alarm: text of an
-        alarm, None without."""
+        """Update the view. After a step: step (number of done steps), loss, norm, lr, ms, tokens,
+        and numbers (parts of the loss, by name). After an evaluation: scores by name. After
+        samples: texts by name, a line each. validated: done fraction of a validation, None outside
+        of one. alarm: text of an alarm, or None."""
         self._progress.update(**state)
         self._live.update(self._render())  # rich's own thread draws this
 
@@ -519,7 +519,7 @@ def view_of_run(
     steps_done: int, total_steps: int, panel: Panel | None, log: Path, brief: bool
 ) -> PlainView:
     """Return a live view for a terminal or notebook, else a PlainView; also a PlainView if no step
-    is left. panel: table of GPUs. log: of the run, with its done steps. brief: as of PlainView."""
+    is left. panel: table of GPUs. log: the run's log, with its done steps. brief: see PlainView."""
     console = printable_console()
     if steps_done >= total_steps:
         return PlainView()

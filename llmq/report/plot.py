@@ -91,9 +91,9 @@ def smoothed(
     """Exponential mean as in TensorBoard, without bias at the start: the first mean is the first
     value.
 
-    values: F64 (N,). weight: of the previous mean, 0 to below 1. counts: number of logged values
-    behind each value (default 1 each). A value that is not finite gives NaN and does not enter
-    later means. Returns F64 (N,).
+    values: F64 (N,). weight: weight of the previous mean, 0 to below 1. counts: number of logged
+    values behind each value (default 1 each). A value that is not finite gives NaN and does not
+    enter later means. Returns F64 (N,).
     """
     means, mean, remaining = np.full(len(values), np.nan), 0.0, 1.0
     for index, value in enumerate(values):
@@ -344,7 +344,7 @@ def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
             drawn = smoothed(series.y, smoothing) if series.smooth else series.y
             (line,) = axes.plot(series.x[x], drawn, **style)
             handles[series.label] = copy(line)
-            handles[series.label].set_color("#444")  # one label of all runs
+            handles[series.label].set_color("#444")  # the label is common to all runs
     axes.set_title(_escaped(panel), fontsize="medium")
     axes.grid(alpha=0.3)
     axes.ticklabel_format(useOffset=False)

@@ -66,7 +66,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
             return {
                 f"{kind}{rank}/{name}": value / _UNITS.get(_EXTREME.sub("", name), 1)
                 for name, value in values.items()
-                if name not in ("id", "samples") and value != -1  # unknown to the card
+                if name not in ("id", "samples") and value != -1  # -1: the card lacks this reading
             }
         case "rollout":
             return {f"rollout/{name}": value for name, value in values.items()}
@@ -204,7 +204,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases; the library's own settings decide if the run is online."""
 
     def __init__(self, project: str, name: str, run: RunId | None = None):
-        """run: continued if the project has a run with its id."""
+        """run: the run, which is continued if the project has a run with this id."""
         wandb = _library("wandb", "wandb")
         same = {} if run is None else {"id": run.id, "resume": "allow"}
         self._run = self._call(wandb.init, project=project, name=name, **same)
@@ -223,7 +223,7 @@ class WeightsAndBiases:
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
-        except Exception as error:  # of the library, its settings, the network
+        except Exception as error:  # any error of the library, its settings or the network
             raise LlmqError(f"--wandb: {error or type(error).__name__}") from error
 
     def numbers(self, timestamp: float, step: int, values: dict[str, float]) -> None:
@@ -253,8 +253,8 @@ class Replay:
         self.log, self.sinks = log, sinks
         self.done = False  # True once the run is complete and no other has begun
         self._course = Course()
-        self._newest = 0  # step
-        self._sent: set[str] = set()  # names of the numbers sent of that step
+        self._newest = 0  # newest step
+        self._sent: set[str] = set()  # names of the numbers sent for the newest step
         # Timestamps and numbers of records between steps, by step.
         self._between: dict[int, list[tuple[float, dict[str, float]]]] = {}
         self._options: dict[str, Any] = {}

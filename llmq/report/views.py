@@ -67,7 +67,7 @@ class Progress:
     count from the first update, without work done before it."""
 
     def __init__(self, name: str, total: int, *, enabled: bool = True) -> None:
-        """name: of the command. total: work in the unit of `update`."""
+        """name: name of the command. total: whole work in the unit of `update`."""
         self._name, self._total, self._enabled = name, total, enabled
         self._bar = _bar(name, total) if enabled and sys.stderr.isatty() else None
         self._last = time.monotonic()
