@@ -1,4 +1,4 @@
-"""`llmq`: its commands, and what becomes of their errors.
+"""`llmq`: the table of its commands, and the handling of their errors.
 
 A command imports its implementation when it runs, so that --help answers at once.
 """
@@ -20,7 +20,7 @@ from llmq.commands import bench, data, finetune, logs, models, plan, rl, serve, 
 from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line, option
 from llmq.runtime.world import refuse_several
 
-TRAIN = "llmq-train"  # the console script that is `llmq train`
+TRAIN = "llmq-train"  # the console script that runs `llmq train`
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 1 << 16}
 
@@ -28,7 +28,7 @@ app = typer.Typer(
     name="llmq",
     help="Train Qwen-, Llama- and GPT-2-class language models on one machine.",
     cls=Group,
-    rich_markup_mode=None,  # of rich's tables; see common.py
+    rich_markup_mode=None,  # no tables of rich; see common.py
     context_settings=SETTINGS,
 )
 
@@ -50,7 +50,7 @@ def _common(
         refuse_several(f"llmq {context.invoked_subcommand}")
 
 
-PANELS = {  # by name, as --help has them; of a TrainCommand: with the options of a run
+PANELS = {  # panels of --help: commands by name; a TrainCommand takes the options of a run
     "Begin": {
         "demo": (train.demo, Command),
         "finetune": (finetune.finetune, TrainCommand),
@@ -96,10 +96,10 @@ for _panel, _commands in PANELS.items():
 
 @cache
 def _command(prog_name: str, name: str | None = None) -> Any:
-    """The command that a console script runs: all commands, or `llmq-train` only one, which then
-    has the options for the completion of shells itself.
+    """The command that a console script runs: the group of all commands, or for `llmq-train` the
+    command `train`, which then has the options for shell completion itself.
 
-    name: of the only one that is wanted, else None: to make all takes most of a short run's time.
+    name: the only command to make, as making all takes most of a short run's time; None: all.
     """
     some = copy(app)
     some.registered_commands = [c for c in app.registered_commands if name in (None, c.name)]
@@ -113,7 +113,7 @@ def _command(prog_name: str, name: str | None = None) -> Any:
 
 
 def _join_equals() -> None:
-    """Have bash complete `--opt=VALUE`: it hands over `=` as a word of its own."""
+    """Make completion of `--opt=VALUE` work in bash, which passes `=` as a separate word."""
     words, at = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
     if "=" not in words or not at.isdecimal():
         return
@@ -123,21 +123,21 @@ def _join_equals() -> None:
             kept.append(word)
         elif number < int(at):
             place -= 1
-        else:  # the cursor is behind it
+        else:  # the cursor is directly behind the =
             kept.append("")
     os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = " ".join(kept), str(place)
 
 
 def _run(args: list[str], prog_name: str = "llmq") -> int:
-    """Run a command and return the exit status: LlmqError.STATUS after what the user can fix.
+    """Run a command and return the exit status: LlmqError.STATUS for errors that the user can fix.
 
-    prog_name: the console script, by which completion finds it.
+    prog_name: name of the console script.
     """
     _open_standard_streams()
     _join_equals()
     with doors():
         status = _status(args, prog_name)
-        _lost_output()  # after an end by a signal, too
+        _lost_output()  # drops unwritable output, even after a signal
         return status
 
 
@@ -156,7 +156,7 @@ def _status(args: list[str], prog_name: str) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        discard(sys.stdout)  # whoever read our output has gone
+        discard(sys.stdout)  # the reader of the output has gone
         return 1
     except (UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":
@@ -170,8 +170,8 @@ def _status(args: list[str], prog_name: str) -> int:
 
 
 def _lost_output() -> OSError | None:
-    """The error of standard output, if its text cannot be written; the text is dropped then, else
-    the interpreter's end would try once more and print a traceback."""
+    """The error of standard output if its text cannot be written, else None. Drops this text: the
+    interpreter's end would try to write it again and print a traceback."""
     lost = getattr(sys.stdout, "lost", None)
     try:
         sys.stdout.flush()
@@ -182,8 +182,8 @@ def _lost_output() -> OSError | None:
 
 
 def _open_standard_streams() -> None:
-    """Where the shell has closed one, open the null device: else the next file would get its number
-    and with it whatever a library prints."""
+    """Open the null device in place of each standard stream that the shell has closed: else the
+    next opened file would get the stream's number, and receive all text that libraries print."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"

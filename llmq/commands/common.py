@@ -1,5 +1,5 @@
-"""Functions that several commands share: TrainConfig's fields as options, how they become a run,
-and how --help looks: whole names at any width, which tables of rich would cut, in groups.
+"""Functions that several commands share. They turn TrainConfig's fields into options, and options
+into a run. They format --help in groups, with whole names at any width; rich's tables cut names.
 """
 
 import errno
@@ -36,16 +36,16 @@ from llmq.options.rules import RULES
 from llmq.runtime.cuda_libraries import load_ahead
 from llmq.runtime.world import World
 
-NAMES = 26  # characters beside which help begins in the same line
+NAMES = 26  # width in characters of the column of names in --help
 
 _PATHS = ("--out", "--out-dir", "--checkpoint-dir", "--config", "--save-config")
 
 Record = tuple[str, str]
-"""An option or a command as it is written, and its help."""
+"""The spelling of an option or a command, and its help text."""
 
 
 def _write(formatter: Any, title: str, records: list[Record]) -> None:
-    """A section. Its help is not broken at hyphens, which are in names of other options."""
+    """Write a section of --help. Lines do not break at hyphens, because help texts name options."""
     if not records:
         return
     column = min(max(len(names) for names, _ in records), NAMES) + 4
@@ -65,8 +65,8 @@ def _write(formatter: Any, title: str, records: list[Record]) -> None:
 
 
 def _foreign(args: Sequence[str], known: Collection[str]) -> list[str]:
-    """Lines about the options of a command line that are none of this command's `known` ones; none
-    unless a name of another trainer, or with _ for -, is among the options."""
+    """A line for each option of a command line that is not in `known`, the command's options. []
+    unless one of these options is another trainer's, or has _ in place of -."""
     lines, answered = [], False
     for index, arg in enumerate(args):
         flag, equals, text = arg.partition("=")
@@ -84,21 +84,21 @@ def _foreign(args: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word of a command line is no option."""
+    """True if a word of a command line is a value, not an option."""
     return not word.startswith("-") or re.fullmatch(r"-[\d.]+", word) is not None
 
 
 def _offered(line: str, known: Collection[str]) -> bool:
-    """Whether this command has the option that a line about another trainer's name advises."""
+    """True if the command has the option that a line about another trainer's option advises."""
     advised = re.search(r": use (--[a-z0-9-]+)", line)
     return advised is None or advised[1] in known
 
 
 class Command(TyperCommand):
-    """A command whose help shows its options in the groups that they are declared in.
+    """A command whose help shows options in their declared groups.
 
-    A path that is empty, as of a variable of the shell that is not set, would be the directory that
-    the command runs in: ConfigError.
+    ConfigError for an empty path, for example from an unset shell variable: it would mean the
+    working directory.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -119,7 +119,7 @@ class Command(TyperCommand):
             raise ConfigError(f"{len(lines)} options are not llmq's:", details) from None
 
     def shown(self, ctx: Any, parameter: Any) -> bool:
-        """Whether --help has an option."""
+        """True if --help shows the option."""
         return True
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -136,7 +136,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands in panels, in the order in which one uses them, each with what it does."""
+    """The list of commands in --help: panels in the order of use, a line of help per command."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
@@ -153,12 +153,13 @@ class Group(TyperGroup):
 
 
 def option(kind: Any, text: str, *names: str, **how: Any) -> Any:
-    """The annotation of a parameter that is an option. text: its help; names, how: typer's."""
+    """The annotation of a parameter that is an option. text: its help. names, how: arguments of
+    typer.Option."""
     return Annotated[kind, typer.Option(*names, help=text, **how)]
 
 
 def argument(kind: Any, text: str, **how: Any) -> Any:
-    """The annotation of a parameter that is no option, as of `option`."""
+    """The annotation of a positional parameter. text, how: see `option`."""
     return Annotated[kind, typer.Argument(help=text, **how)]
 
 
@@ -210,8 +211,7 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
 
 @cache
 def _parameters() -> list[inspect.Parameter]:
-    """Every option of TrainConfig, the same for all commands, and removed ones, which no help
-    shows."""
+    """Every option of TrainConfig, for all commands, and hidden parameters for removed options."""
     return [_parameter(name, opt) for name, opt in OPTIONS.items()] + [
         _removed_parameter(name, old.switch) for name, old in REMOVED.items()
     ]
@@ -227,7 +227,7 @@ def _removed_parameter(name: str, switch: bool) -> inspect.Parameter:
 
 
 def _parameter(name: str, opt: Option) -> inspect.Parameter:
-    """One option as a parameter whose value is None where it was not given."""
+    """One option as a parameter whose value is None if the user did not give the option."""
     default = getattr(TrainConfig(), name)
     is_bool, is_list = opt.parse is parse_bool, opt.repeats
     spellings = [f"--{flag}" for flag in opt.flags]
@@ -251,7 +251,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
 
 
 def _completion(name: str, opt: Option) -> Callable[[str], list[str]] | None:
-    """The completion that a shell offers for an option with known values."""
+    """The function that completes an option's values in a shell; None if values are not known."""
     if name == "model":
         return starting_with(_presets)
     if name == "name":
@@ -260,7 +260,8 @@ def _completion(name: str, opt: Option) -> Callable[[str], list[str]] | None:
 
 
 def starting_with(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Offer those of the values, which are asked for then, that begin with what is typed."""
+    """A completion function that offers the values with the typed beginning. values: called at
+    each completion."""
 
     def offered(incomplete: str) -> list[str]:
         found = incomplete.lower()
@@ -276,7 +277,7 @@ def _presets() -> Iterable[str]:
 
 
 def run_names() -> Iterable[str]:
-    """The runs of this folder that have checkpoints, or a log of the usual name."""
+    """Names of runs that have checkpoints in ckpt/ or a log in logs/ of the working directory."""
     logs = (re.sub(r"-\d{4}-\d\d-\d\dT[\d_]+$", "", p.stem) for p in Path("logs").glob("*.json"))
     return sorted({*logs, *(path.parent.name for path in Path("ckpt").glob("*/step_*"))})
 
@@ -288,7 +289,7 @@ class TrainCommand(Command):
         return [*super().get_help_option_names(ctx), ALL]
 
     def shown(self, ctx: Any, parameter: Any) -> bool:
-        """Show only those options of a run that most runs have, unless with --help-all."""
+        """True for the usual options of a run, and with --help-all for all options."""
         if ctx.meta.get(ALL) or parameter.name not in OPTIONS or parameter.name in USUAL:
             return True
         return ctx.info_name == "rl" and OPTIONS[parameter.name].group == RL_GROUP
@@ -299,7 +300,7 @@ class TrainCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[ALL] = ALL in args
-        if not ctx.resilient_parsing:  # of a shell that completes a line: it need not be whole
+        if not ctx.resilient_parsing:  # True while a shell completes an unfinished line
             if sum(arg.partition("=")[0] == "--config" for arg in args) > 1:
                 raise ConfigError("--config: is given twice: put all options into one file")
             args = [_spelled_out(args, i) for i in range(len(args))]
@@ -307,7 +308,7 @@ class TrainCommand(Command):
 
 
 def _spelled_out(args: list[str], index: int) -> str:
-    """args[index] in the form that the parser below understands."""
+    """args[index] in a form that typer parses: a switch without =, a bare flag with its value."""
     name, equals, value = args[index].partition("=")
     if name in _BY_PARSER[parse_bool] and equals:
         try:
@@ -323,7 +324,7 @@ def _spelled_out(args: list[str], index: int) -> str:
 
 
 def checks(name: str) -> Callable[[str | None], str | None]:
-    """The callback of an option that TrainConfig has, too, under this name."""
+    """A callback that converts and checks a value as TrainConfig does for its option `name`."""
 
     def checked(value: str | None) -> str | None:
         if value is not None:
@@ -345,7 +346,8 @@ Reserve = option(
 
 
 def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
-    """Bytes of an option that is not one of TrainConfig's."""
+    """The bytes that the value of an option outside TrainConfig means. least: the smallest allowed
+    size."""
     try:
         size = None if value is None else parse_size(value)
     except ValueError as error:
@@ -356,7 +358,7 @@ def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
 
 
 def save_config(file: Path | None, config: TrainConfig) -> None:
-    """--save-config."""
+    """Write the options to the file of --save-config, if given."""
     if file is not None:
         from llmq.options.option_file import save_options  # here: --help does not wait for YAML
 
@@ -374,18 +376,20 @@ def load_run(
     defaults: dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     world: World = World(),
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
-    """Options and model of a run, checked, and the fields that the user has set; prints warnings.
+    """Checked options of a run, its model and model directory, and the fields that the user has
+    set; prints warnings. With --continue, options that are not given come from the checkpoint.
 
-    trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
-    which --dry-run does not read. plans: nor a plan, where a preset's name means the trained model.
-    defaults: by field, other ones, or made of what is given. With --continue, options that were not
-    given are those of the checkpoint. world: whose processes all call this function.
+    given: options of the command line. file: of --config. trains: the run trains on the token
+    files, whose ids must be in the vocabulary. weights: the run reads the weights of --model.
+    plans: the run is only planned; a preset's name then means the trained model. defaults: by field
+    other defaults, or a function that makes them from the given options. world: its processes all
+    call this function.
     """
-    layers = world.each(lambda: layers_of(given, file))  # once: the file may be a pipe
+    layers = world.each(lambda: layers_of(given, file))  # read once: the file may be a pipe
     values = layers[0] | layers[1]
     if trains and weights and values.get("device") != "cpu":
         load_ahead(alone=not world.several)
-    with START.part("loading modules"):  # they load NumPy, which --help does without
+    with START.part("loading modules"):  # imported here, because --help needs no NumPy
         from llmq.run import model_of_run as of_run
         from llmq.run.initial_weights import with_adapter
 
@@ -413,15 +417,14 @@ def load_run(
     return world.each(load)
 
 
-# The base of all errors of the command-line parser, whose own module is not public.
-LONGEST = 2000  # characters of an error: values of others may have millions
+# UsageError is the parser's base class of errors; its own module is not public.
+LONGEST = 2000  # most characters of an error line: a quoted value may have millions
 UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def _meant(error: Any) -> str | None:
-    """The options that one that is not there may stand for: those that begin so, if there are any.
-
-    The parser's own guess goes by letters alone, and takes --eval-every for --eval-seed.
+    """An error that suggests all options that begin with the unknown option's name, if there are
+    any. The parser's own guess compares letters only: for --eval-every it suggests --eval-seed.
     """
     name = getattr(error, "option_name", None)
     if name is None or not hasattr(error, "possibilities"):
@@ -432,7 +435,7 @@ def _meant(error: Any) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """The text that the user needs to know of an error."""
+    """The error as one line for the user, of at most LONGEST characters."""
     if isinstance(error, UsageError):
         text = _meant(error) or error.format_message()
         if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):

@@ -103,7 +103,7 @@ def train_tokenizer(
     ) = None,
     overwrite: option(bool, "Replace a tokenizer.", "--overwrite") = False,
 ) -> None:
-    """Make a tokenizer, a byte-level BPE, of text.
+    """Train a tokenizer, a byte-level BPE, on text.
 
     llmq train-tokenizer texts/ --vocab-size 8192 --out data/tokenizer
     """
@@ -117,7 +117,7 @@ def train_tokenizer(
     print(train_tokenizer(**how).describe())
 
 
-DEFAULT_TOKENIZER = "Qwen/Qwen2.5-0.5B"  # which llm.q's data have
+DEFAULT_TOKENIZER = "Qwen/Qwen2.5-0.5B"  # the tokenizer of llm.q's data
 EVAL_FRACTION = 0.05
 
 
@@ -167,8 +167,8 @@ def show(
     ) = None,
     step: option(int | None, "Step whose samples are printed; the newest.", min=0) = None,
 ) -> None:
-    """Print documents of token files, with what is trained of them, and counts; or the best and the
-    worst samples of a step of `llmq rl`.
+    """Print documents of token files, with their trained tokens marked, and counts; or the best and
+    the worst samples of a step of `llmq rl`.
 
     llmq show data/talks --seq-len 1024
     """
@@ -194,7 +194,7 @@ def check(
         bool, "Say which trained tensors of checkpoints have not moved instead.", "--trained"
     ) = False,
 ) -> None:
-    """Compare files with their checksums, and say which are damaged: exit status 0 if none.
+    """Compare files with their checksums, and name damaged files; exit status 0 if there are none.
 
     llmq check data/talks output/talks ckpt/talks
     """

@@ -1,4 +1,4 @@
-"""`llmq finetune`: from files of records to a better model in one command."""
+"""`llmq finetune`: one command from files of records to a better model."""
 
 from pathlib import Path
 from typing import Any

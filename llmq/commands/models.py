@@ -148,7 +148,7 @@ def evaluate(
 
 
 def adapter_folder(given: Path | None) -> Path | None:
-    """--adapter, also by the name of its run."""
+    """The folder that --adapter means: a path, or the name of a run; None without --adapter."""
     from llmq.run.run_paths import find_model
 
     return None if given is None else Path(find_model(str(given)))
@@ -171,7 +171,7 @@ def score(
     dry_run: option(bool, "Print memory and predicted speed, and stop.", "--dry-run") = False,
     card: CardName = None,
 ) -> None:
-    """Write what a model thinks of each trained token of token files, or a score head of records.
+    """Write a model's scores of all trained tokens in token files, or a score head's of records.
 
     llmq score Qwen/Qwen2.5-7B data/talks --out scores --top-k 64
     """
@@ -209,8 +209,8 @@ def score(
 def _score_records(
     scored: str, data: list[str], out: Path, given: dict[str, Any], best: bool, others: list[str]
 ) -> None:
-    """`llmq score` of records. given: options of a run, of which few say anything here. others:
-    options of the command that say nothing here."""
+    """Run `llmq score` on records. given: options of a run, most of which are refused here. others:
+    given options of the command that have no effect on records; ConfigError if there are any."""
     from llmq.options.options_io import layers_of
     from llmq.run.evaluate import run_rewards
     from llmq.run.run_paths import find_model

@@ -1,5 +1,5 @@
-"""Commands before a run: `llmq plan`, what it needs; `recipe`, its options for so many hours;
-`sweep-lr`, the rate of a small model.
+"""Commands before a run: `llmq plan` predicts memory and time; `recipe` chooses the options for a
+number of hours; `sweep-lr` finds the best learning rate of a small model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _card_names() -> list[str]:
     from llmq.options.cards import CARDS  # here: --help does not wait for it
 
     words = (name.split("RTX ")[-1].removeprefix("NVIDIA ").split() for name in CARDS)
-    return sorted({first for first, *_ in words})  # a shell would divide what has blanks
+    return sorted({first for first, *_ in words})  # without blanks, at which a shell divides
 
 
 CardName = option(
@@ -131,7 +131,7 @@ def plan(
 
 
 def _teacher(config: TrainConfig) -> tuple[TrainConfig, ModelConfig] | None:
-    """Options and model of --teacher; None without one."""
+    """Options and model of --teacher; None without a teacher."""
     if config.teacher is None:
         return None
     from llmq.run.teacher import teacher_of
@@ -142,7 +142,7 @@ def _teacher(config: TrainConfig) -> tuple[TrainConfig, ModelConfig] | None:
 # ------------------------------------------------------------------------------------------------
 
 
-VOCABULARY = 32768  # where there are no data: as many as nanochat's tokenizer has
+VOCABULARY = 32768  # vocabulary size without data, equal to that of nanochat's tokenizer
 
 Data = option(
     Path | None,
@@ -161,7 +161,7 @@ Measure = option(
 
 
 def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The options, by field name, that --data stands for. ConfigError where they are given too."""
+    """The options, by field, that --data stands for. ConfigError if these are given, too."""
     if data is None:
         return {}
     for flag in ("train-file", "eval-file"):
@@ -175,7 +175,7 @@ def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tried(recipe: Recipe) -> Tried:
-    """Time its steps on this machine, on random tokens. Raises LlmqError."""
+    """Time a recipe's steps on this machine, on random tokens. LlmqError if a step fails."""
     from llmq.bench.child import run_child
     from llmq.options.option_file import fewest_values
     from llmq.plan.recipe import Tried
@@ -209,8 +209,7 @@ def recipe(
     run: option(bool, "Train it at once.", "--run") = False,
     json: Json = False,
 ) -> None:
-    """Choose size, tokens, batch, rates and formats for the hours that there are; what is given
-    stays.
+    """Choose size, tokens, batch, rates and formats for a number of hours; given options stay.
 
     llmq recipe --hours 24 --card h100 --data data/mine
     """
@@ -255,7 +254,7 @@ def recipe(
 
 
 def _train(recipe: Path) -> None:
-    """The run of a file of options."""
+    """Train with the options of a recipe's file."""
     from llmq.run.training import run_training
 
     config, model, model_dir, _ = load_run({}, recipe, trains=True)

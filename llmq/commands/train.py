@@ -1,5 +1,5 @@
-"""`llmq train`: a run, or the plan of one, also in several processes that a launcher of MPI has
-started; and two commands that train by themselves: `llmq verify`, `demo`.
+"""`llmq train`: makes or plans a run, also in several processes that an MPI launcher has started;
+and two commands that train on their own: `llmq verify`, `llmq demo`.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from llmq.runtime.world import World, launched, refuse_several
 
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
-    """The world of the processes that a launcher has started with this one.
+    """Yield the world of the processes that a launcher has started together with this process.
 
     Only the first process writes to standard output. An error that ends one process ends all, with
-    the error's status. An error that all processes have is printed by the first process, any other
-    error by the process that has it.
+    the error's status. The first process prints an error that all processes have; a single process
+    prints its own error.
     """
     if launched() == 1:
         yield World()
@@ -54,7 +54,7 @@ def joined() -> Iterator[World]:
             stack.enter_context(contextlib.redirect_stdout(null))
         try:
             yield world
-            world.gather(None)  # no process ends before all have done their work
+            world.gather(None)  # wait until all processes have done their work
         except (Interrupted, OutOfTime):
             world.gather(None)
             raise
@@ -64,7 +64,7 @@ def joined() -> Iterator[World]:
             if not getattr(error, "agreed", False):
                 _tell(world, error)
                 world.mpi.abort(status_of(error))
-            if not world.first:  # MPI lets it end when the first one has told what it is
+            if not world.first:  # MPI waits at the end until the first process has told the error
                 raise SystemExit(status_of(error)) from None
             raise
         finally:
@@ -72,7 +72,7 @@ def joined() -> Iterator[World]:
 
 
 def _tell(world: World, error: BaseException) -> None:
-    """Print an error that only this process may have."""
+    """Print an error that perhaps no other process has, after this process's warnings."""
     for line in taken_warnings() if not world.first else []:
         print(f"warning: {line}", file=sys.stderr)
     if status_of(error) == 1:
@@ -104,7 +104,7 @@ def train(
         min=0,
     ) = 0,
 ) -> None:
-    """Train a model, or continue to.
+    """Train a model, or continue a run.
 
     llmq train --model Qwen/Qwen2.5-0.5B --train-file data/talks --name talks
     """
@@ -121,7 +121,7 @@ def train(
 def _restarted(
     given: dict[str, Any], config_file: Path | None, dry_run: bool, restarts: int
 ) -> int:
-    """--restarts: the status with which the last attempt has ended."""
+    """Run with --restarts; return the exit status of the last attempt."""
     from llmq.run.restarts import supervise
 
     refuse_several("--restarts", "let the job's script start it again, with --continue")
@@ -201,7 +201,7 @@ def verify(
     from llmq.bench.verify import run_verify
 
     options = {"steps": verify_steps, "synthetic": synthetic, "json": json}
-    options["given"] = fields_of(layers_of(given))  # a file may be that of a run
+    options["given"] = fields_of(layers_of(given))  # without the file: it may be a run's
     return 0 if run_verify(config, model, model_dir, **options) else 1
 
 
