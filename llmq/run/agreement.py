@@ -19,7 +19,7 @@ from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.world import World
 
 _OWN = ("gpus",)  # options that may differ between processes
-_ENDS = 1 << 16  # bytes at each end of a token file that are compared, beside the size
+_ENDS = 1 << 16  # number of bytes that are compared at each end of a token file
 
 
 def check_start(
@@ -69,7 +69,8 @@ def _ends(path: Path) -> str:
 
 
 def compare(found: dict[str, Any], error: type[Exception], world: World) -> None:
-    """Raise the error, in all processes, for the first value that differs between processes."""
+    """Raise `error`, in all processes, for the first value that differs between processes. found:
+    values of this process, by name."""
     everyone = world.gather(found)
 
     def differing() -> None:

@@ -1,4 +1,4 @@
-"""Batches of a run: from token files, by rank; from a caller, checked; and random ones."""
+"""Batches of a run: from token files by rank, from a caller after checks, or random."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,8 +26,9 @@ DOCUMENT_TOKENS = (100, 1000)  # shortest and longest document of random batches
 
 
 def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConfig) -> Batch:
-    """Random tokens, all equally likely; with --document-mask in documents of DOCUMENT_TOKENS,
-    which are pairs for a preference loss, the first one chosen. Other named arrays are 0."""
+    """A batch of random tokens, all equally likely. With --document-mask the tokens form documents
+    of DOCUMENT_TOKENS; for a preference loss documents form pairs, with the chosen one first. Other
+    named arrays are 0."""
     shape = (config.batch_size, config.seq_len)
     inputs, targets = rng.integers(0, model.vocab_size, (2, *shape), np.int32)
     named = {each.name: each.zeros(*shape) for each in named_inputs(model, config)}
@@ -53,8 +54,9 @@ def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConf
 def checked_batches(
     batches: Sequence[Batch], config: TrainConfig, model: ModelConfig, world_size: int
 ) -> list[Batch]:
-    """The batches as `Batch`; each may be given as a tuple of fields. ValueError for a wrong number
-    of batches, wrong shapes, dtypes or ids, and for missing or surplus starts or named arrays."""
+    """A caller's batches as `Batch`; each one may be a tuple of Batch's fields. ValueError for a
+    wrong number of batches, wrong shapes, dtypes or ids, and for missing or surplus starts or named
+    arrays."""
     batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
     if len(batches) != count:
@@ -124,9 +126,9 @@ def open_loaders(
     held_out: bool,
     pattern: str | None = None,
 ) -> list[DataLoader]:
-    """Loaders for the ranks of this process; opens and checks the files. held_out: for validation,
-    which reads every sequence once; else for training. pattern: files of a named validation.
-    ConfigError for options that token files do not support."""
+    """Loaders for the ranks of this process; opens and checks the files. held_out: True for a
+    validation, which reads every sequence once; False for training. pattern: files of a named
+    validation. ConfigError for options that token files do not support."""
     RULES.check(config, files=True)
     inputs = named_inputs(model, config)
     for each in inputs:

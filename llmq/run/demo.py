@@ -30,9 +30,9 @@ from llmq.text.train_tokenizer import train_tokenizer
 
 PROMPT = "def __init__(self"
 HELD_OUT = 16_384  # approximate bytes of the validation module; a validation takes some seconds
-NEW_TOKENS = 110  # fewer than a training sequence, prompt included
+NEW_TOKENS = 110  # new tokens of a sample; with its prompt less than a training sequence
 STEPS = {"host": 300, "cuda": 2000}
-# The best of equally long runs in docs/decisions/runs.md.
+# The sizes gave the best of equally long runs in docs/decisions/runs.md.
 VOCAB_SIZE = 2048
 SIZES = {
     "vocab-size": "auto",
@@ -46,7 +46,7 @@ SIZES = {
 
 
 def python_sources() -> list[str]:
-    """The modules of Python's own standard library."""
+    """Paths of the modules of Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(str(path) for path in folder.glob("*.py"))
     if not files:
@@ -80,7 +80,7 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "lr-schedule": "cosine",
             "ckpt-interval": 100,
             "ckpt-keep-n": 1,
-            "ckpt-final": True,  # for more steps
+            "ckpt-final": True,  # a later demo can go on with more steps
             "checkpoint-dir": out / "ckpt",
             "out-dir": out / "model",
             "log-file": out / "log.json",
@@ -93,8 +93,8 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
 def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) -> None:
     """Make a tokenizer, tokenize, train, evaluate, save, plot, and sample before and after; writes
     into `out`.
-    device: "auto", "cpu" or "cuda". steps: None for STEPS. resume: go on where the last demo
-    stopped, or for more steps; else its results are replaced."""
+    device: "auto", "cpu" or "cuda". steps: steps of the run; None: STEPS. resume: go on where the
+    last demo stopped, or with more steps; else replace the last demo's results."""
     start = time.perf_counter()
     machine = choose_machine(device, 1)
     held_out = _write_data(out, resume)
@@ -128,8 +128,8 @@ def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) ->
 
 
 def _write_data(out: Path, resume: bool) -> int:
-    """Write a tokenizer of the sources and their token files, unless `resume` finds these; returns
-    the bytes of the module that is held out."""
+    """Train a tokenizer on the sources, and write it and their token files; with `resume` keep
+    existing ones. Returns the bytes of the held-out module."""
     sources = python_sources()
     held_out = min(sources, key=lambda name: abs(Path(name).stat().st_size - HELD_OUT))
     trained = [name for name in sources if name != held_out]
@@ -147,8 +147,8 @@ def _write_data(out: Path, resume: bool) -> int:
 
 
 def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
-    """Options of the stopped demo, with other steps if given; without a checkpoint, of a new
-    demo."""
+    """The options with which a stopped demo goes on; without a checkpoint, options of a new demo.
+    steps: new number of steps, or None."""
     own = {"name": config.name, "checkpoint-dir": config.checkpoint_dir, "device": config.device}
     own |= {"continue": True} | ({} if steps is None else {"steps": steps})
     if checkpoint_at(config.checkpoint_dir) is None:

@@ -29,7 +29,7 @@ from llmq.run.monitor import Probe
 from llmq.run.ranks import Rank, Ranks
 
 MAX_SKIPPED = 10  # steps in a row without an update, after which a run ends
-AT_A_TIME = 64  # tensors; their largest values are scratch
+AT_A_TIME = 64  # tensors whose largest values share a scratch tensor
 
 _LOGGED = {  # Names of quantized tensors in the log, as in llm.q; others: act.NAME.{}, grad.NAME.{}
     "att": "act.att{}",
@@ -41,15 +41,16 @@ _LOGGED = {  # Names of quantized tensors in the log, as in llm.q; others: act.N
 
 
 class NanOrigin(NamedTuple):
-    """text: continues "first seen in". in_weights: True if a weight is not finite, so that no step
-    can succeed."""
+    """The first tensor that is not finite. text: phrase that continues "first seen in". in_weights:
+    True if the tensor is a weight, so that no step can succeed."""
 
     text: str
     in_weights: bool = False
 
 
 class _Entry(NamedTuple):
-    """A tensor, or a measured largest value. order: place in the order of computation."""
+    """A tensor, or its measured largest absolute value. order: place in the order of
+    computation."""
 
     order: tuple[int, int]
     name: str
@@ -58,7 +59,8 @@ class _Entry(NamedTuple):
 
 def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> NanOrigin | None:
     """Run the micro-steps of a step (counted from 0) again, and return the first tensor that is not
-    finite, or None. batches: of each rank of this process. Overwrites gradients and losses."""
+    finite, or None. batches: the step's batches for each rank of this process. Overwrites gradients
+    and losses."""
     bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
     if bad is not None:
         return NanOrigin(f"the weight {bad.name}", in_weights=True)
@@ -88,7 +90,8 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
 
 
 def _measured_gradients(step: Step) -> list[_Entry]:
-    """The largest values of gradients that products have written as codes, which keep no NaN."""
+    """The measured largest values of gradients that exist only as quantized codes, which hold no
+    NaN."""
     return [
         _Entry(
             _place(step.config, f"layers.{layer}", name),
@@ -118,7 +121,7 @@ def check_update(
         advice = "use --guard rollback, or --guard warn if the data are other ones from here on"
     may_end = guard.mode != "rollback" or result.tokens == 0
     origin = None
-    first = unchanged == 1  # later ones have the same reason
+    first = unchanged == 1  # later steps in a row have the same reason
     if first and result.tokens > 0 and left_out is None:
         origin = find_origin(ranks, step, ranks.batches_of(done.ticket))
         where = f"first seen in {origin.text}" if origin else "computed again all is finite"
@@ -171,9 +174,10 @@ class AbsMaxes(Probe):
 
 
 def abs_maxes(ranks: Ranks) -> dict[str, float]:
-    """Largest absolute values that the last step has quantized, by llm.q's names; {} without fp8.
+    """Largest absolute values of the tensors that the last step has quantized, by llm.q's names; {}
+    without fp8.
 
-    They cover the last micro-step, or with delayed scales all micro-steps.
+    The values are of the last micro-step, or with delayed scales of all micro-steps.
     """
     of_ranks = ranks.everywhere("abs-maxes", lambda rank: rank.step.model.operands.largest())
     found = {}
@@ -186,7 +190,8 @@ def abs_maxes(ranks: Ranks) -> dict[str, float]:
 
 
 def _pieces(rank: Rank, group: str) -> list[_Entry]:
-    """Parameters, or gradients, in this rank's shards."""
+    """The parts of parameters, gradients or moments in this rank's shards. group: see
+    Rank.pieces."""
     config, entries = rank.step.config, []
     for piece in rank.pieces(group):
         for param, first, last in piece.slab.pieces(piece.start, piece.stop):
@@ -199,9 +204,8 @@ def _pieces(rank: Rank, group: str) -> list[_Entry]:
 
 
 def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
-    """Sort key of a gradient, in backward's order: head, layers from the last one on, embedding.
-
-    name: for a layer, one of HalfSpec.backward_order.
+    """Sort key of a gradient, in the order of the backward pass: head, layers from the last one on,
+    embedding. name: within a layer, one of HalfSpec.backward_order.
     """
     if not block.startswith("layers."):
         return (0 if block == "head" else config.num_layers + 1), 0
@@ -211,7 +215,7 @@ def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
 
 
 def _activations(step: Step) -> list[_Entry]:
-    """Tensors in memory behind a forward pass: kept or quantized activations, and losses."""
+    """Tensors in memory after a forward pass: kept or quantized activations, and losses."""
     model, config, layers = step.model, step.config, step.config.num_layers
     kept = {tensor.name: tensor for _, tensor in step.dev.arenas["device"].tensors}
     entries, order = [], {}
@@ -243,7 +247,7 @@ def _activations(step: Step) -> list[_Entry]:
 
 
 def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry | None:
-    """First entry of all ranks that is not finite."""
+    """The first entry in the order of computation, over all ranks, that is not finite."""
 
     def first(rank: Rank) -> _Entry | None:
         in_order = sorted(entries(rank), key=lambda entry: entry.order)
@@ -255,7 +259,7 @@ def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry 
 
 
 def _largest(rank: Rank, entries: list[_Entry]) -> Iterator[tuple[_Entry, float]]:
-    """Entries with their largest absolute values."""
+    """Yield entries with their largest absolute values."""
     dev = rank.dev
     for start in range(0, len(entries), AT_A_TIME):
         rank.beat()

@@ -1,7 +1,7 @@
 """Episodes of `llmq rl`: conversations of the model with environments, as samples of prompts.
 
-An environment answers each text of the model. Its answer is written behind the text as the chat
-template writes it, and is not trained. All episodes of a step take their turns together.
+An environment answers each text of the model. The answer follows the text in the form of the chat
+template, and is not trained. All episodes of a step take their turns together.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from llmq.text.chat_turns import CallForm, behind_reply, call_form
 from llmq.text.tokenizer import Tokenizer
 
 Generate = Callable[[int, Sequence[list[int]]], list[Completion]]
-"""Continues texts of ids; the first argument is the number of the turn, from 0."""
+"""Function (turn, texts of ids) that continues each text; turn: number of the turn, from 0."""
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """A conversation. prompt: its ids. ids, logprobs: behind the prompt, without a log-probability
-    where the environment has written. finish: as of `Completion`. talk: the chat of `messages`,
-    which begin with the record's; None: the prompt is a text, behind which answers follow as they
-    are. scores: sums over turns, by component."""
+    """A conversation. prompt: ids of the prompt. ids: all later ids. logprobs: log-probability of
+    each of them, None for ids of the environment. finish: see `Completion`. messages: all messages,
+    from the record's on. talk: their chat; None: the prompt is a text, and answers are appended
+    unchanged. scores: components of the reward, summed over turns."""
 
     prompt: list[int]
     messages: list[Message]
@@ -42,7 +42,7 @@ class Episode:
         return self.prompt + self.ids
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """New ids of the model, or of the environment."""
+        """Append new ids of the model or of the environment."""
         self.ids += ids
         self.logprobs += logprobs
 
@@ -59,8 +59,8 @@ class Episodes:
         turns: int,
         positions: int,
     ):
-        """talk: the chat of prompts that are messages. turns: of the model, at most. positions:
-        tokens of the longest episode."""
+        """talk: the chat of prompts that are messages, or None. turns: most turns of the model.
+        positions: most tokens of an episode."""
         self._environments, self._tokenizer, self._talk = environments, tokenizer, talk
         self._turns, self._positions = turns, positions
 
@@ -71,8 +71,8 @@ class Episodes:
         records: Sequence[dict[str, Any]],
         generate: Generate,
     ) -> tuple[list[list[Episode]], list[Scores | str]]:
-        """`count` episodes of each prompt, and the components of their rewards, or what is wrong
-        with the environments of a prompt."""
+        """Play `count` episodes of each prompt. Returns the episodes, and for each prompt the
+        components of their rewards, or the error of its environments in words."""
         begun = self._environments.begin(records, count)
         groups = [
             [self._begin(prompt, record["prompt"]) for _ in range(count)]
@@ -105,7 +105,7 @@ class Episodes:
     def _active(
         self, groups: Sequence[Sequence[Episode]], problems: dict[int, str]
     ) -> list[tuple[int, int, Episode]]:
-        """Number of the prompt, key and episode of those that go on."""
+        """The unfinished episodes: number of the prompt, key of the episode, and episode."""
         return [
             (number, number * len(group) + i, episode)
             for number, group in enumerate(groups)
@@ -114,7 +114,7 @@ class Episodes:
         ]
 
     def _reply(self, episode: Episode, made: Completion) -> tuple[str, list[Any]]:
-        """The text of a turn of the model, and calls of tools in it."""
+        """Add the model's turn to an episode; return its text and the tool calls in this text."""
         episode.add(made.ids, made.logprobs.tolist())
         text = self._tokenizer.decode(made.shown)
         episode.messages.append({"role": "assistant", "content": text})
@@ -128,7 +128,8 @@ class Episodes:
         return self._talk.process.call(_call_form, self._talk.template)
 
     def _answer(self, episode: Episode, turn: Turn, calls: Sequence[Any], last: bool) -> None:
-        """Add an environment's answer to an episode. last: whether no turn may follow."""
+        """Add an environment's answer to an episode. calls: tool calls that it answers. last: True
+        if no turn may follow."""
         for name, value in turn.scores.items():
             episode.scores[name] = episode.scores.get(name, 0.0) + value
         episode.messages += _answers(turn.messages, "tool" if calls else "user")
@@ -152,13 +153,13 @@ class Episodes:
 
 
 def _answers(said: str | list[Any], role: str) -> list[Message]:
-    """An environment's answer as messages; texts get this role."""
+    """An environment's answer as messages; texts become messages with this role."""
     several = [said] if isinstance(said, str) else said
     return [{"role": role, "content": m} if isinstance(m, str) else dict(m) for m in several if m]
 
 
 def _since_reply(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages behind the last one of the model."""
+    """The messages after the model's last message."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return messages[last + 1 :]
 

@@ -42,14 +42,14 @@ from llmq.text.record_format import prompt_of, score_form, scored_line
 from llmq.text.scoring import Asked, Batch, Encoder, Request, Score, check_ids, judge, make_batches
 from llmq.text.tasks import PAIRS, TEXT, Task, read_records, read_tasks
 
-LEAST = 16  # least tokens of a sequence
+LEAST = 16  # least length T of a batch
 
 
 def run_eval(
     model: str, task: list[str], *, limit: int | None, out: Path | None, **how: Any
 ) -> None:
     """Print a table of the tasks' metrics, and write metrics and options to `out` as JSON. task:
-    [KIND=]FILE each. how: arguments of ask_model."""
+    tasks as [KIND=]FILE. limit: most records of each task. how: arguments of ask_model."""
     if out is not None:
         check_writable("--out", out.absolute().parent)
     start = time.perf_counter()
@@ -78,15 +78,15 @@ class Asker(NamedTuple):
     batch_tokens: int
 
     def likelihoods(self, requests: list[Request]) -> np.ndarray:
-        """Log-likelihoods of requests, F64 in nats; scores, for a score head with one label.
+        """Log-likelihoods of requests, F64 in nats; for a score head with one label, its scores.
         LlmqError if a value is not finite."""
         return self.scored(requests)[0]
 
     def scored(
         self, requests: list[Request], *, greedy: bool = False
     ) -> tuple[np.ndarray, dict[int, bool]]:
-        """The `likelihoods`; with `greedy` also, by index, whether the tokens of each request are
-        the likeliest ones, else {}."""
+        """The `likelihoods`, and a dict. With `greedy` it says by index whether the tokens of a
+        request are the likeliest ones; else it is empty."""
         batches = make_batches(requests, partial(batch_shape, self.batch_tokens, self.longest))
         total = sum(math.prod(batch.shape) for batch in batches)
         form = (self.machine, self.config, self.dtype, batches, self.read)
@@ -127,7 +127,8 @@ def asking(
 
 
 def ask_model(model: str, tasks: list[Task], **how: Any) -> tuple[list[Asked], np.ndarray]:
-    """Requests of each task, and log-likelihoods of all requests. how: arguments of asking."""
+    """Requests of each task, and log-likelihoods of all requests, F64 in nats. how: arguments of
+    asking."""
     with asking(model, **how) as asker:
         asked = [asker.encoder.ask(task) for task in tasks]
         requests = [request for a in asked for request in a.requests]
@@ -138,7 +139,7 @@ def ask_model(model: str, tasks: list[Task], **how: Any) -> tuple[list[Asked], n
 
 
 def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any]]:
-    """The record of each task for --out."""
+    """The record of each task for --out, by task name."""
     found: dict[str, dict[str, Any]] = {
         a.task.name: {"kind": a.task.kind, "file": str(a.task.path)} for a in asked
     }
@@ -149,7 +150,7 @@ def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any
 
 
 def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
-    """Metrics of all tasks. likelihoods: F64, of all tasks' requests."""
+    """Metrics of all tasks. likelihoods: log-likelihoods of the requests of all tasks, F64."""
     scores, first = [], 0
     for a in asked:
         scores += judge(a, likelihoods[first : first + len(a.requests)])
@@ -158,7 +159,7 @@ def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
 
 
 def table(scores: list[Score]) -> list[str]:
-    """Lines for the console."""
+    """Lines of a table of scores for the console."""
     head, rows = ("task", "metric", "value", "stderr", "count"), []
     for s in scores:
         error = "-" if s.stderr is None else f"{s.stderr:.4f}"
@@ -168,8 +169,9 @@ def table(scores: list[Score]) -> list[str]:
 
 
 def batch_shape(tokens: int, longest: int, length: int, left: int) -> tuple[int, int]:
-    """Shape (B, T) of a batch of `left` sequences of at most `length` tokens: T is `length` rounded
-    up to 16, 20, 24, 28, 32, 40, 48, …, at most `longest`; B T is about `tokens`."""
+    """Shape (B, T) of the next batch, if `left` sequences of at most `length` tokens remain. T is
+    `length` rounded up to 16, 20, 24, 28, 32, 40, 48, …, at most `longest`; B T is about
+    `tokens`."""
     step = max(LEAST, 1 << (max(length, LEAST) - 1).bit_length() - 1) // 4
     T = min(max(-(-length // step) * step, LEAST), -(-longest // 4) * 4)
     return max(1, min(tokens // T, left)), T
@@ -178,8 +180,8 @@ def batch_shape(tokens: int, longest: int, length: int, left: int) -> tuple[int,
 class Fleet(Closing):
     """A model on every device of a machine; each device takes the next batch when it is free.
 
-    greedy: by request, after `likelihoods`, True if the tokens are the likeliest; empty unless
-    wanted.
+    greedy: dict that `likelihoods` fills if wanted: by index of a request, True if its tokens are
+    the likeliest ones.
     """
 
     def __init__(
@@ -193,8 +195,9 @@ class Fleet(Closing):
         base_dtype: str | None = None,
         greedy: bool = False,
     ):
-        """read: returns a whole parameter; all threads call it. base_dtype: see scoring_options.
-        greedy: fill `greedy`, too. LlmqError if memory is too small."""
+        """read: returns a whole parameter; all threads call this function. base_dtype: see
+        scoring_options. greedy: True to fill the dict `greedy`. LlmqError if memory is too
+        small."""
         self.batches, self._greedy = batches, greedy
         shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
         largest = scoring_options(config, dtype, *shapes[0], base_dtype)
@@ -225,7 +228,7 @@ class Fleet(Closing):
 
     def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
         """Log-likelihoods of all `count` requests, F64 in nats. report: called with the number of
-        finished tokens."""
+        computed tokens so far."""
         out = np.full(count, np.nan)
         left, lock, done = iter(self.batches), threading.Lock(), 0
 
@@ -262,10 +265,10 @@ class Fleet(Closing):
 def run_rewards(
     model: str, files: list[Path], out: Path, *, best: bool, overwrite: bool, **how: Any
 ) -> None:
-    """Write records with a score head's results to `out`, as lines of JSON: `score`; for classes
-    `scores`, probabilities; for pairs `score_chosen` and `score_rejected`. best: keep the record
-    with the highest score of each prompt. how: arguments of asking. LlmqError for records that
-    cannot be scored, and for a file at `out` without `overwrite`."""
+    """Write records with a score head's results to `out`, as lines of JSON. New fields: `score`;
+    for classes `scores`, which are probabilities; for pairs `score_chosen` and `score_rejected`.
+    best: of each prompt, keep only the record with the highest score. how: arguments of asking.
+    LlmqError for records that cannot be scored, and for an existing `out` without `overwrite`."""
     check_writable("--out", out.absolute().parent)
     if out.exists() and not overwrite:
         raise ConfigError(f"--out: '{out}' is there: give another file, or --overwrite")
@@ -302,7 +305,8 @@ def run_rewards(
 
 
 def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
-    """A score head's results for a record, as fields of the record."""
+    """A score head's results for a record, as new fields of the record. labels: number of
+    labels."""
     if labels > 1:
         return {"scores": [float(f"{math.exp(value):.6g}") for value in values]}
     names = ("score",) if len(values) == 1 else ("score_chosen", "score_rejected")
@@ -310,7 +314,8 @@ def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
 
 
 def best_of(records: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
-    """The record with the highest `score` of each prompt, in the order of prompts."""
+    """The record with the highest `score` of each prompt, in the order of prompts. form: format of
+    the records."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         prompt = prompt_of(record, form)
@@ -333,9 +338,9 @@ def _summary(kept: list[dict[str, Any]], count: int, out: Path) -> str:
 def run_score(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path, top_k: int = 0
 ) -> None:
-    """Write the scores of --train-file to `out`, and print the files. top_k: token predictions of a
-    teacher; 0: scores of the tokens. LlmqError for unsupported options, another tokenizer, and
-    other scores in `out` without --overwrite."""
+    """Write the scores of --train-file to `out`, and print the files' names. top_k: see
+    score_files. LlmqError for unsupported options, another tokenizer, and other scores in `out`
+    without --overwrite."""
     if config.continue_from is not None:
         raise ConfigError("--continue: a model is scored: `llmq export` makes one of a checkpoint")
     if model.num_labels:

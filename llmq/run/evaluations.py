@@ -32,15 +32,15 @@ from llmq.text.scoring import Asked, Encoder, Score, check_ids, judge, make_batc
 from llmq.text.tasks import read_tasks
 from llmq.text.tokenizer import Tokenizer, continuation
 
-SAMPLE_TOKENS = 64  # tokens of a sample
-TEMPERATURE = Sampling().temperature  # of samples, as in `llmq sample`
+SAMPLE_TOKENS = 64  # most new tokens of a sample
+TEMPERATURE = Sampling().temperature  # temperature of samples, as in `llmq sample`
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationInputs:
-    """Inputs of a run's evaluations, checked before the run writes anything. sets: loaders of this
-    process's ranks, by name. prompts: texts and ids. metrics: names of all metrics, as in
-    --keep-best."""
+    """Inputs of a run's evaluations, checked before the run writes anything. sets: named
+    validations, each with the loaders of this process's ranks. prompts: text and ids of each
+    prompt. metrics: names of all metrics, as in --keep-best."""
 
     sets: dict[str, list[DataLoader]]
     asked: list[Asked]
@@ -59,7 +59,8 @@ class EvaluationInputs:
 
 
 def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
-    """Read the inputs. LlmqError for files that cannot be read, or do not fit the run."""
+    """Read the inputs of a run's evaluations. LlmqError for files that cannot be read or are
+    unsuitable for the run."""
     config, model = trainer.config, trainer.model
     shape = (config, model, trainer.world)
     sets = {
@@ -131,8 +132,8 @@ class Evaluations:
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
         self._measured: Measured = {}
-        self._losses: dict[str, float] = {}  # the last one of each validation, by name
-        self.not_finite: str | None = None  # of the last validation
+        self._losses: dict[str, float] = {}  # last loss of each validation, by name
+        self.not_finite: str | None = None  # phrase about a last loss that was not finite
         self.done_at: dict[str, int] = {}
 
     def state(self) -> dict[str, Any]:
@@ -144,8 +145,8 @@ class Evaluations:
     # -- when ------------------------------------------------------------------------------------
 
     def due(self, *, new_epoch: bool) -> list[Evaluate]:
-        """Evaluations that are due before the next step, in order. A checkpoint stores whether its
-        step was evaluated, so that a continued run evaluates it if not."""
+        """Evaluations that are due before the next step, in order. A checkpoint stores whether this
+        moment was evaluated, so a continued run neither skips nor repeats an evaluation."""
         step, every = self.trainer.steps_done, self.config.eval_every_n_steps
         due = new_epoch or (every > 0 and step % every == 0)
         due = self.config.eval_at_start if step == 0 else due
@@ -154,11 +155,11 @@ class Evaluations:
         return [partial(self._run, call) for call in [*calls, *self._due_tasks()]]
 
     def due_at_end(self) -> list[Evaluate]:
-        """The evaluations at the end of the run: the last validation, on all sequences, unless the
-        step of an early stop has had it.
+        """The evaluations at the end of the run. The last validation reads all sequences; it is
+        left out if an earlier validation of this step, as at an early stop, has read them.
 
-        With --keep-best of a loss, a periodic validation comes first, so that the last model can be
-        the best.
+        If --keep-best names a loss, a periodic validation comes first, so that the last model can
+        become the best.
         """
         step, calls = self.trainer.steps_done, []
         measured_before = self.trainer.validated_at not in (None, step)
@@ -170,7 +171,7 @@ class Evaluations:
 
     @property
     def _takes_part(self) -> bool:
-        """True if periodic validations leave out sequences."""
+        """True if periodic validations read only a part of the sequences."""
         own = self.trainer.eval_loaders if self.config.validates else []
         loaders = [*own, *self.material.loaders]
         longest = max((one.batches_per_epoch for one in loaders), default=0)
@@ -198,8 +199,8 @@ class Evaluations:
         return "Done. No validation"
 
     def validate(self, max_batches: int | None) -> None:
-        """Run and report all validations; a signal ends them without a result. max_batches: of each
-        rank; None: all."""
+        """Run and report all validations; a signal ends them without a result. max_batches: most
+        batches of each rank; None: all."""
         trainer = self.trainer
         before = trainer.validated_at
         self.not_finite = None
@@ -208,7 +209,7 @@ class Evaluations:
             return
         for name, loaders in self.material.sets.items():
             call = partial(mean_loss, trainer.ranks, loaders)
-            if self._timed(name, loaders[0], call, max_batches) is None:  # all of them again, then
+            if self._timed(name, loaders[0], call, max_batches) is None:  # repeat all later
                 trainer.validated_at = before
                 return
         trainer.validated_at = trainer.steps_done if self.validates else before
@@ -220,7 +221,8 @@ class Evaluations:
         call: Callable[..., Result | None],
         max_batches: int | None,
     ) -> Result | None:
-        """Run and report one validation, call(max_batches, stopped)."""
+        """Run and report one validation. call: function of (max_batches, stopped) that returns the
+        result."""
         trainer, step = self.trainer, self.trainer.steps_done
         whole = loader.batches_per_epoch
         batches = whole if max_batches is None else min(max_batches, whole)
@@ -228,7 +230,7 @@ class Evaluations:
         ranks, asked = trainer.world.count, itertools.count()
         view = self.reporter.view
 
-        def stopped() -> bool:  # called before each batch of each rank, and behind the last one
+        def stopped() -> bool:  # called before each batch of each rank, and after the last one
             view.progress(validated=min(next(asked) / (batches * ranks), 1.0))
             return self.stopped()
 
@@ -243,7 +245,7 @@ class Evaluations:
         metric, final = f"{name}/loss" if name else "loss", max_batches is None
         found = Measurement(result.loss, _kind_of_loss(loader, tokens, self.config), final)
         self._measured[metric] = found
-        if name:  # else `Trainer.validate` has told the callbacks
+        if name:  # for the unnamed validation `Trainer.validate` has told the callbacks
             self.trainer.tell_evaluation({metric: result.loss})
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
@@ -261,7 +263,7 @@ class Evaluations:
     # -- tasks and samples -----------------------------------------------------------------------
 
     def _due_tasks(self, *, at_end: bool = False) -> list[Callable[[], None]]:
-        """The functions of tasks and samples that are due."""
+        """The methods `tasks` and `samples`, as far as they are due."""
         step, every, calls = self.trainer.steps_done, self.config.task_every, []
         is_due = at_end or (step > 0 and every > 0 and step % every == 0)
         for name, given, call in (
@@ -286,7 +288,8 @@ class Evaluations:
         self.done_at["tasks"] = step
 
     def _report_task(self, scores: list[Score], kind: str, seconds: float) -> None:
-        """Report all metrics of one task: an [E] line, and log records. kind: see Measurement."""
+        """Report all metrics of one task, by an [E] line and log records. kind: see Measurement.
+        seconds: duration of the task."""
         step, shown = self.trainer.steps_done, []
         for s in scores:
             error = "" if s.stderr is None else f" ± {s.stderr:.4f}"
@@ -308,10 +311,10 @@ class Evaluations:
         self.trainer.tell_evaluation({f"{s.task}/{s.metric}": s.value for s in scores})
 
     def _likelihoods(self, asked: Asked) -> np.ndarray | None:
-        """Log-likelihoods of a task's requests; None after a signal."""
+        """Log-likelihoods of a task's requests, in nats; None after a signal."""
         shape = self.config.batch_size, self.config.seq_len
         packs = self.config.document_mask
-        if packs:  # attention sees where documents begin
+        if packs:  # attention then separates documents in a row
             batches = pack_batches(asked.requests, shape)
         else:
             batches = make_batches(asked.requests, lambda longest, left: shape)
@@ -335,7 +338,7 @@ class Evaluations:
         return np.array([of_all[request] for request in range(len(asked.requests))])
 
     def samples(self) -> None:
-        """Report a continuation of each prompt, [S] lines; nothing after a signal."""
+        """Report a continuation of each prompt, by [S] lines; report nothing after a signal."""
         trainer, tokenizer = self.trainer, self.material.tokenizer
         step = trainer.steps_done
         try:
@@ -349,7 +352,7 @@ class Evaluations:
             )
         except CutShort:
             return
-        except LlmqError as error:  # predictions are NaN, which the run reports
+        except LlmqError as error:  # NaN predictions: a message, and the run goes on
             self.reporter.message(f"WARNING: no samples: {error}", step)
             return
         for (prompt, ids), (new,) in zip(self.material.prompts, made, strict=True):

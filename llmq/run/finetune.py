@@ -1,4 +1,4 @@
-"""`llmq finetune`: from files of records to a better model in one command.
+"""`llmq finetune`: one command from files of records to a better model.
 
 The data decide the length of sequences, the tokens of a step and the number of steps; the plan
 decides the method and the memory; the run keeps the best model by its held-out loss.
@@ -35,26 +35,26 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import parameter_count
 from llmq.text.show import run_show
 
-MODEL = "Qwen/Qwen2.5-0.5B-Instruct"  # what a machine without any model is told to fetch
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"  # suggested model if the machine has none
 METHODS = ("auto", "full", "lora", "qlora")
 FULL_BELOW = 200_000_000  # parameters: adapters of a smaller model save next to nothing
 RANK = 16
 
-STEPS = 60  # at least, if the data allow: the learning rate warms up and falls
-FEWEST_STEPS = 20  # least steps without --force
-MOST_TOKENS = 32768  # of a step; more tokens need larger learning rates
-MOST_LENGTH = 4096  # of sequences, which longer documents are cut to
-EPOCHS, MOST_EPOCHS = 3, 8  # usual passes, and most passes if the data are few
-FEW_TOKENS = 5_000_000  # of the data; above, one pass is enough
-EVALUATIONS, PATIENCE = 10, 4  # validations in a run, and those without a gain that end the run
-QUESTIONS = 2  # held-out ones that are answered before and after
+STEPS = 60  # wanted number of steps, in which the learning rate can warm up and fall
+FEWEST_STEPS = 20  # least number of steps without --force
+MOST_TOKENS = 32768  # most tokens of a step; more tokens need larger learning rates
+MOST_LENGTH = 4096  # longest sequence in tokens; longer documents are cut
+EPOCHS, MOST_EPOCHS = 3, 8  # usual passes over the data, and most passes over few data
+FEW_TOKENS = 5_000_000  # tokens of the data from which on one pass is enough
+EVALUATIONS, PATIENCE = 10, 4  # validations in a run; validations without a gain that end the run
+QUESTIONS = 2  # held-out questions that are answered before and after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The command's arguments. out: None: finetune/NAME. card, gpu_memory: plan for this GPU,
-    without training. given: options of `llmq train`, by flag, which override the choices made
-    here."""
+    """The command's arguments. out: output folder; None: finetune/NAME. card, gpu_memory: a GPU to
+    plan for, without training. given: options of `llmq train`, by flag, which override the choices
+    made here."""
 
     files: tuple[str, ...]
     mapping: Mapping[str, str]
@@ -96,8 +96,8 @@ class Chosen(NamedTuple):
 
 
 def run_finetune(wish: Wish) -> None:
-    """Tokenize, choose a method, train, and compare. All checks, which raise LlmqError, come before
-    training and before a model is written."""
+    """Tokenize, choose a method, train, and compare. LlmqError for bad input comes before training
+    and before a model is written."""
     name = wish.given.get("name") or Path(wish.files[0]).name.split(".")[0] or "finetune"
     out = wish.out or Path("finetune") / name
     source = _model(wish)
@@ -143,8 +143,8 @@ def run_finetune(wish: Wish) -> None:
 
 
 def _model(wish: Wish) -> str:
-    """The model to fine-tune: a directory, a repository or the name of a run. ConfigError, with a
-    model to fetch, if there is none, and for adapters without a model."""
+    """The model to fine-tune: a directory or a repository. ConfigError, which suggests a model, if
+    there is none, and for a directory of adapters."""
     if "model" in wish.given:
         model = find_model(wish.given["model"])
         if (Path(model) / ADAPTER_CONFIG).is_file():
@@ -182,7 +182,7 @@ def cached_instruct_models() -> list[str]:
             continue
         try:
             model, _ = resolve_model(name, from_scratch=False)
-        except LlmqError:  # another architecture
+        except LlmqError:  # an unknown architecture
             continue
         found.append((parameter_count(model), name))
     return [name for _, name in sorted(found)]
@@ -193,8 +193,8 @@ def cached_instruct_models() -> list[str]:
 
 
 def sequence_length(lengths: np.ndarray, longest: int) -> int:
-    """Tokens of a sequence, a multiple of 64, that hold the documents; the longest 1 % may be cut.
-    lengths: of documents. longest: positions of the model."""
+    """Sequence length in tokens, a multiple of 64, that holds the documents; the longest 1 % may be
+    cut. lengths: tokens of each document. longest: positions of the model."""
     most = max(min(longest, MOST_LENGTH) // 64 * 64, 64)
     needed = int(lengths.max())
     if needed > 2048:
@@ -218,7 +218,7 @@ def _chosen(wish: Wish, name: str, out: Path, data: FinetuneData) -> Chosen:
     epoch = _epoch(config, model)
     ranks = 1 if here is None else here.world_size
     given |= _of_length(config.seq_len, epoch["steps_per_epoch"], data.tokens, ranks)
-    if "steps" in wish.given:  # they exclude each other
+    if "steps" in wish.given:  # --steps and --epochs exclude each other
         del given["epochs"]
     layers = layers_of(given | wish.given)
     config = of_run.at_commit(config_of(layers), model_dir).validate_with(model)
@@ -241,7 +241,7 @@ def _places(out: Path) -> dict[str, Any]:
 
 
 def _eval_pattern(out: Path, data: FinetuneData) -> str:
-    """Pattern of the held-out files."""
+    """File pattern of the held-out token files; "none" without any."""
     found = data.patterns("eval")
     if not found:
         return "none"
@@ -251,8 +251,8 @@ def _eval_pattern(out: Path, data: FinetuneData) -> str:
 def _of_method(
     method: str, parameters: int, width: int, data: FinetuneData, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Options of full training or adapters. Full training's learning rate falls with the model's
-    width; preferences take a tenth."""
+    """Options of full training or of adapters. parameters, width: size of the model. The learning
+    rate of full training falls with the width; pairs of answers take a tenth of the rate."""
     if method == "auto":
         method = "full" if parameters < FULL_BELOW else "lora"
     chosen: dict[str, Any] = {"warmup": "5%", "lr-schedule": "cosine", "weight-decay": 0.01}
@@ -266,8 +266,8 @@ def _of_method(
 
 
 def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
-    """Record of one pass over the data in steps of one sequence. ConfigError for data without a
-    sequence."""
+    """Facts of one pass over the data (see data_record), in steps of one sequence. ConfigError for
+    data without a sequence."""
     record = data_record(replace(config, batch_size=1, grad_accumulation=1), model, 1)
     if "problem" in record:
         raise ConfigError(record["problem"])
@@ -275,8 +275,9 @@ def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[str, Any]:
-    """Passes over the data, and sequences of a step: STEPS steps if the data allow, in as few
-    passes as possible, with at most MOST_TOKENS tokens in a step."""
+    """Options for the passes over the data and the sequences of a step. They give STEPS steps if
+    the data allow, in few passes, with at most MOST_TOKENS tokens in a step. sequences, tokens:
+    size of the data."""
     epochs = EPOCHS if tokens < FEW_TOKENS else 1
     if epochs * sequences < STEPS * ranks:
         epochs = min(-(-STEPS * ranks // sequences), MOST_EPOCHS)
@@ -288,7 +289,8 @@ def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[st
 def _evaluated(
     config: TrainConfig, steps: int, data: FinetuneData, own: frozenset[str]
 ) -> TrainConfig:
-    """The run with validations and checkpoints at a tenth and half of its length."""
+    """The options with a validation after each tenth of the steps, and a checkpoint after each
+    half. own: flags that the user has set, which stay."""
     every = max(steps // EVALUATIONS, 1)
     chosen = {
         "eval-every-n-steps": every,
@@ -331,7 +333,7 @@ def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
 
 
 def _without_plan(words: list[str]) -> str:
-    """The training command, made of a command that only plans."""
+    """The training command: the words of a planning command without its planning options."""
     kept, skip = [], False
     for word in words:
         planned = word.split("=")[0] in ("--card", "--gpu-memory")
@@ -342,7 +344,7 @@ def _without_plan(words: list[str]) -> str:
 
 
 def _reasons(chosen: Chosen, data: FinetuneData) -> dict[str, str]:
-    """Reasons of the choices, as comments of the option file."""
+    """Reasons for the choices, by option, as comments in the option file."""
     fits = f"fits into {chosen.where.spec.name} and is the fastest by plan"
     return {
         "seq_len": f"the data need no more: their longest record has {int(data.lengths.max())}",

@@ -1,4 +1,4 @@
-"""Files of `llmq finetune`: the format of each, their token files, and the facts of the data that
+"""The data of `llmq finetune`: formats of the input files, their token files, and the facts that
 decide a run: documents, lengths, trained tokens."""
 
 import json
@@ -25,8 +25,8 @@ from llmq.text.tokenize import tokenize
 CHAT = tuple(form for form in REQUIRED if form not in (PAIRS, LABELS, CLASSES))
 """Formats of conversations, which `--loss ce` trains."""
 
-COUNTED = 4000  # records of a file that are counted, at most
-HELD_OUT = 0.1  # part of the records that is held out, within these numbers of records
+COUNTED = 4000  # most records of a file that are counted
+HELD_OUT = 0.1  # fraction of the records that is held out, within the following numbers of records
 FEWEST_HELD_OUT, MOST_HELD_OUT = 4, 200
 
 # Common names of fields in other data sets, by our field.
@@ -41,9 +41,10 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneData:
-    """The token files of one fine-tuning. files: input files by format. folders: of token files, by
-    format. lengths: int64 (n,), tokens of each training document; of a pair both answers.
-    trained: tokens that are trained in one pass."""
+    """The token files of one fine-tuning. files: names of input files by format. folders: folders
+    of token files by format. lengths: tokens of each training document, int64 (n,); a pair counts
+    with both answers. trained: number of trained tokens in one pass. held_out: number of held-out
+    documents."""
 
     files: Mapping[str, tuple[str, ...]]
     folders: Mapping[str, Path]
@@ -61,7 +62,7 @@ class FinetuneData:
         return int(self.lengths.sum())
 
     def patterns(self, split: str) -> list[str]:
-        """The token files of "train" or "eval"."""
+        """Paths of the token files of a split, "train" or "eval"."""
         return _token_files(self.folders, split)
 
     def describe(self) -> str:
@@ -90,8 +91,8 @@ def parse_map(texts: Sequence[str]) -> dict[str, str]:
 
 
 def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
-    """Format of a file's records, from the fields of the first one. UnclearFields, with advice, if
-    the fields match no format or several."""
+    """Format of a file's records, from the fields of the first record. mapping: see parse_map.
+    UnclearFields, with advice, if the fields match no format or several."""
     names = field_names(source)
     if names is None:
         return TEXT
@@ -106,7 +107,7 @@ def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
         return PAIRS
     forms = [form for form in CHAT if {*REQUIRED[form]} <= there]
     forms += [TEXT] * (DEFAULT_FIELD in there)
-    if renamed:  # named fields decide
+    if renamed:  # fields named in the mapping decide
         chosen = [form for form in forms if {*renamed} & {*REQUIRED.get(form, (TEXT,))}]
         forms = chosen or forms
     if len(forms) == 1:
@@ -122,7 +123,7 @@ def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
 
 
 class UnclearFields(ConfigError):
-    """Fields of records match no format or several. names: the fields."""
+    """The fields of records match no format or several. names: names of the fields."""
 
     def __init__(self, headline: str, names: Sequence[str]):
         super().__init__(headline)
@@ -130,7 +131,7 @@ class UnclearFields(ConfigError):
 
 
 _KINDS = {"answers": "prompt", "pairs": PAIRS, "texts": TEXT}
-"""Formats by the words that the user can answer."""
+"""Formats by the user's possible answers."""
 
 
 def ask_fields(source: InputSource, unclear: UnclearFields) -> dict[str, str]:
@@ -162,7 +163,7 @@ def _answer(question: str, likely: str, known: Sequence[str]) -> str:
 
 
 def format_or_ask(source: InputSource, mapping: dict[str, str]) -> str:
-    """format_of, which asks at the terminal about unclear fields, and adds the answers to the
+    """Like format_of, but asks at the terminal about unclear fields, and adds the answers to the
     mapping."""
     try:
         return format_of(source, mapping)
@@ -196,9 +197,9 @@ def prepare(
     chat_template: str | None = None,
     overwrite: bool = False,
 ) -> FinetuneData:
-    """Tokenize files into one folder for each format in `folder`; a second call does nothing.
-    mapping: of parse_map; if empty, ask at a terminal about unclear fields. overwrite: replace
-    token files of other inputs. ConfigError or DataError for bad input."""
+    """Tokenize files into subfolders of `folder`, one for each format; a second call does nothing.
+    mapping: result of parse_map; if empty, ask at a terminal about unclear fields. overwrite:
+    replace token files of other inputs. ConfigError or DataError for bad input."""
     sources, mapping = find_files(inputs, exclude=folder), {**mapping}
     by_form: dict[str, list[InputSource]] = {}
     for source in sources:
@@ -264,7 +265,7 @@ def _held_out_part(sources: Sequence[InputSource]) -> float:
     count = 0
     for source in sources:
         if source.kind == "text":
-            return 0.02  # of the text, at its end
+            return 0.02  # the last 2 % of the text
         rows = (
             _records(source) if source.kind in TABLES else read_json(source.path, source.kind, 0, 0)
         )

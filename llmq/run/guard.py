@@ -1,10 +1,10 @@
 """Divergence guard: judges steps, and decides about rollbacks.
 
-A step is bad if its loss or gradient norm is not finite, or far above the median of the accepted
-steps before it, in median absolute deviations. The limit comes from steps at least LAG before, and
-is known when a step is enqueued. So the device itself can skip the update, and decisions do not
-depend on ranks or resumption. The first steps have no limit: a loss far above the loss of guessing,
-or many times the lowest so far, only warns.
+A step is bad if its loss or gradient norm is not finite, or lies many median absolute deviations
+above the median of earlier accepted steps. This limit comes from steps at least LAG before, so it
+is known when a step is enqueued: the device itself can skip the update, and decisions do not depend
+on ranks or resumption. The first steps have no limit: a loss far above the loss of guessing, or
+many times the lowest loss so far, counts as bad, but the update is made.
 """
 
 import math
@@ -19,19 +19,19 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.result import Result
 from llmq.options.options import TrainConfig
 
-LAG = 2  # steps: results up to step - LAG are always read when a step is enqueued
-LEAST = 16  # accepted steps without which there is no limit
-WINDOW = 128  # accepted steps that a limit is made from
-DEVIATIONS = 10.0  # above the median: beyond this limit a step is bad
+LAG = 2  # steps: when step s is enqueued, results up to s - LAG have been read
+LEAST = 16  # least number of accepted steps for a limit
+WINDOW = 128  # most accepted steps from which a limit is computed
+DEVIATIONS = 10.0  # the limit's distance from the median, in deviations
 PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per its MAD
 PERSISTS = 3  # bad steps in a row, with skipped updates, that mean bad weights, not bad data
 NEW_LEVEL = 100  # bad steps in a row, with updates, whose values become the new reference
-ABOVE_GUESSING = 3.0  # times `Loss.guessing`: beyond it a step is bad
-GROWN = 10.0  # times the lowest loss, from LEAST_LOSS on: beyond it a step is bad
-LEAST_LOSS = 1.0  # smaller losses, of memorized text, may grow by GROWN
-ROLLBACKS = 3  # to the same step, after which another rollback would change nothing
-LOWERED = 0.1  # of the learning rate directly after a rollback
-RECOVERY = 100  # steps from there to the whole rate: as many as first and second moments remember
+ABOVE_GUESSING = 3.0  # an early loss above this multiple of `Loss.guessing` is bad
+GROWN = 10.0  # an early loss above this multiple of the lowest loss, and above LEAST_LOSS, is bad
+LEAST_LOSS = 1.0  # losses up to this value, as of memorized text, may grow by GROWN
+ROLLBACKS = 3  # most rollbacks to the same step; another one would not help
+LOWERED = 0.1  # fraction of the learning rate directly after a rollback
+RECOVERY = 100  # steps from a rollback to the full rate: about the memory of the moments
 
 
 class Judgement(NamedTuple):
@@ -47,15 +47,15 @@ class Judgement(NamedTuple):
 
 
 class Track:
-    """The loss or the norm of the newest WINDOW + 1 accepted steps, as (step, value)."""
+    """The losses or the norms of the newest WINDOW + 1 accepted steps, as (step, value)."""
 
     def __init__(self, name: str, least: tuple[float, float]):
-        """least: the smallest deviation, as a part of the median, and as a value."""
+        """least: the smallest deviation, as a fraction of the median, and as an absolute value."""
         self.name, self._least = name, least
         self.values: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
 
     def reference(self, step: int) -> tuple[float, float] | None:
-        """Median and deviation for this step; None with fewer than LEAST steps before it."""
+        """Median and deviation of the steps before this one; None for fewer than LEAST steps."""
         known = [value for at, value in self.values if at <= step - LAG][-WINDOW:]
         if len(known) < LEAST:
             return None
@@ -65,19 +65,19 @@ class Track:
         return median, max(deviation, part * abs(median), value)
 
     def limit(self, step: int) -> float:
-        """The limit of this step, exact in F32; 0 without one."""
+        """The greatest good value of this step, exact in F32; 0: no limit."""
         known = self.reference(step)
         return 0.0 if known is None else float(np.float32(known[0] + DEVIATIONS * known[1]))
 
     def excess(self, step: int, value: float) -> str:
-        """Text that says how far a value is beyond the limit."""
+        """Text that says how far a value lies above the median, in deviations."""
         median, deviation = self.reference(step)
         score = (value - median) / deviation
         far = f"{score:.1f} deviations above its median {median:.6g}"
         return f"the {self.name} {value:.6g} is {far}"
 
     def before(self, step: int) -> None:
-        """Date values of later steps back, so that they count for this step."""
+        """Move values of later steps back to step - LAG, so that they count for this step."""
         known = [(min(at, step - LAG), value) for at, value in self.values]
         self.values.clear()
         self.values.extend(known)
@@ -86,16 +86,16 @@ class Track:
 class Guard:
     """Judges each step of a run once, in order.
 
-    in_row: number of bad steps up to the newest one. unchanged: number of steps up to the newest
-    one that changed no weights. last_bad: the newest bad step, -1: none. not_finite: the number of
-    the newest step that was not finite, in words. trouble: the step at which there were too many
-    bad steps, until a rollback. level: how often the values of earlier steps were dropped.
-    rollbacks: [to, from] steps of each. origin: the run's first checkpoint; None: its first
-    weights.
+    in_row: number of newest steps in a row that were bad. unchanged: number of newest steps in a
+    row that changed no weights. last_bad: the newest bad step; -1: none. not_finite: phrase about
+    the newest step's loss or norm if it was not finite, else None. trouble: step at which there
+    were too many bad steps, until a rollback; else None. level: how often the values of earlier
+    steps were dropped. rollbacks: steps [to, from] of each rollback. origin: the run's first
+    checkpoint; None: its first weights.
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):
-        """guessing: the loss of guessing, see `Loss.guessing`."""
+        """guessing: the loss of a model that guesses, see `Loss.guessing`."""
         self.guessing = guessing
         self.mode = config.guard
         # Least deviations: 30 % of the norm, 1 % of the loss and 0.01 nats. Where values are nearly
@@ -108,19 +108,20 @@ class Guard:
     # -- before a step ---------------------------------------------------------------------------
 
     def limits(self, step: int) -> Limits:
-        """The limits beyond which this step is bad; none with --guard off and in the first
-        steps."""
+        """The loss and norm beyond which this step is bad; NO_LIMITS with --guard off, and zeros in
+        the first steps."""
         if self.mode == "off":
             return NO_LIMITS
         return Limits(norm=self.norm.limit(step), loss=self.loss.limit(step))
 
     @property
     def leaves_out(self) -> bool:
-        """True if bad steps make no update, so that the device needs the limits."""
+        """True if the device must make no update beyond the limits."""
         return self.mode in ("skip", "rollback")
 
     def rate_factor(self, step: int) -> float:
-        """The factor of a step's learning rate, which rises again after a rollback."""
+        """The factor of a step's learning rate: from LOWERED at a rollback up to 1 within RECOVERY
+        steps."""
         if not self.rollbacks:
             return 1.0
         done = step - self.rollbacks[-1][0]
@@ -129,8 +130,8 @@ class Guard:
         return LOWERED + (1.0 - LOWERED) * done / RECOVERY
 
     def is_due(self, steps_done: int) -> bool:
-        """True if a rollback is due: LAG steps after the trouble. When the trouble is known depends
-        on what else makes a run wait."""
+        """True if a rollback is due, which is LAG steps after the trouble: the step at which the
+        host learns of the trouble varies."""
         return self.trouble is not None and steps_done >= self.trouble + LAG
 
     # -- after a step ----------------------------------------------------------------------------
@@ -174,14 +175,14 @@ class Guard:
 
     def _bad(self, step: int, judgement: Judgement) -> Judgement:
         self.in_row, self.last_bad = self.in_row + 1, step
-        was_good = len(self.loss.values) > 0  # else a rollback would repeat the same steps
+        was_good = len(self.loss.values) > 0  # without a good step a rollback would not help
         if self.mode == "rollback" and was_good and self.in_row >= PERSISTS:
             self.trouble = step if self.trouble is None else self.trouble
         return judgement
 
     def accepts_new_level(self) -> bool:
-        """True if NEW_LEVEL steps in a row, with updates, were bad. Then the reference starts anew,
-        as the data may have changed."""
+        """After NEW_LEVEL bad steps in a row, with updates, start the reference anew and return
+        True: the data may have changed."""
         if self.in_row < NEW_LEVEL:
             return False
         self.level, self.in_row = self.level + 1, 0
@@ -192,12 +193,12 @@ class Guard:
     # -- rollbacks and state ---------------------------------------------------------------------
 
     def may_go_back(self, to: int) -> bool:
-        """True if fewer than ROLLBACKS led to this step."""
+        """True if fewer than ROLLBACKS rollbacks led to the step `to`."""
         return sum(target == to for target, _ in self.rollbacks) < ROLLBACKS
 
     def went_back(self, to: int, steps_done: int) -> None:
-        """Record a rollback. The reference values stay: else the next divergence would become the
-        reference after a rollback to the first steps."""
+        """Record a rollback from steps_done to the step `to`. The reference values stay: after a
+        rollback to the first steps the next divergence would become the reference."""
         self.rollbacks = [*self.rollbacks, [to, steps_done]]
         self.in_row, self.unchanged, self.last_bad = 0, 0, min(self.last_bad, to - 1)
         self.trouble, self.not_finite = None, None
@@ -206,15 +207,15 @@ class Guard:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State of all later decisions, in JSON's types, for a checkpoint."""
+        """The state on which later decisions depend, in JSON's types, for a checkpoint."""
         values = {"losses": self.loss.values, "norms": self.norm.values}
         kept = "in_row unchanged not_finite last_bad trouble level rollbacks origin".split()
         tracks = {name: [list(pair) for pair in pairs] for name, pairs in values.items()}
         return tracks | {name: getattr(self, name) for name in kept}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`; {} is the state of the beginning. TypeError, ValueError or
-        AttributeError where it is something else."""
+        """Restore a `state`; {} is the state before the first step. TypeError, ValueError or
+        AttributeError for a malformed state."""
         for track, name in ((self.loss, "losses"), (self.norm, "norms")):
             track.values.clear()
             track.values.extend((index(step), float(value)) for step, value in state.get(name, []))

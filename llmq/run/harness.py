@@ -25,7 +25,7 @@ from llmq.text.scoring import Request
 from llmq.text.stop_strings import until
 from llmq.text.tokenizer import streamed
 
-NEW_TOKENS = 256  # tokens of a generated answer, unless the task says
+NEW_TOKENS = 256  # most tokens of a generated answer, unless the task gives a number
 
 
 class Harness(TemplateLM):
@@ -159,9 +159,9 @@ def run_harness(
     out: Path | None,
     **how: Any,
 ) -> None:
-    """Print the harness's table for a model, and write its results to `out` as JSON. tasks: names
-    with commas. include_path: folder of further tasks. how: arguments of asking. ConfigError for an
-    unknown task."""
+    """Print the harness's table for a model, and write the results to `out` as JSON. tasks: names
+    of tasks, separated by commas. include_path: folder of further tasks. limit: most documents of
+    each task. how: arguments of asking. ConfigError for an unknown task."""
     if out is not None:
         check_writable("--out", out.absolute().parent)
     names = [name for name in tasks.split(",") if name]

@@ -12,25 +12,25 @@ from llmq.run.lifecycle import Lifecycle
 from llmq.run.metrics import Reporter
 from llmq.run.trainer import Trainer
 
-SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
+SHOWN = 3  # first bad steps in a row whose lines are shown; then every tenth line is shown
 
 
 class HealthMonitor(Callback):
-    """Judges each step by the guard, passes verdicts to checkpoints, and rolls back after too many
+    """Lets the guard judge each step, passes verdicts to checkpoints, and rolls back after too many
     bad steps."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, guard: Guard, lifecycle: Lifecycle):
         self.trainer, self.reporter = trainer, reporter
         self.guard, self.lifecycle = guard, lifecycle
-        self._limits: dict[int, Limits] = {}  # by step, from its launch to its result
+        self._limits: dict[int, Limits] = {}  # by step, for steps whose result is not known
 
     def limits(self, step: int) -> Limits:
-        """Limits of a step, for the device and for the guard."""
+        """The limits of a step for the device; the guard judges the result by the same limits."""
         self._limits[step] = limits = self.guard.limits(step)
         return limits if self.guard.leaves_out else NO_LIMITS
 
     def learning_rate(self, step: int) -> float:
-        """The schedule's learning rate, lowered after a rollback."""
+        """The schedule's learning rate for a step, lowered after a rollback."""
         return self.trainer.learning_rate(step) * self.guard.rate_factor(step)
 
     def on_step(self, step: StepDone) -> None:
@@ -56,8 +56,9 @@ class HealthMonitor(Callback):
         check_update(self.trainer.ranks, self.reporter, step, guard, left_out)
 
     def roll_back(self) -> None:
-        """Load the newest good checkpoint of the stage, or the first weights; the training data
-        stay where they are. LlmqError if there is none, or if that has not helped."""
+        """Load the newest good checkpoint of the stage, or the first weights; the position in the
+        training data stays. LlmqError if there is no such state, or if rollbacks to it have not
+        helped."""
         trainer, guard = self.trainer, self.guard
         bad, before = guard.trouble, trainer.steps_done
         self.lifecycle.poll(wait=True)
@@ -83,7 +84,7 @@ class HealthMonitor(Callback):
         guard.went_back(to, before)
 
     def warn_at_end(self, step: int) -> None:
-        """Name parameters that have not moved, and bad steps at the end of a run."""
+        """Warn of parameters that have not moved, and of bad steps at the end of a run."""
         for line in not_moved(self.trainer.ranks) if step else ():
             self.reporter.message(f"WARNING: {line}", step)
         if in_row := self.guard.in_row:

@@ -1,4 +1,4 @@
-"""First weights of a run: random, or a model's, and adapters."""
+"""The first weights of a run: random ones, or a model's; with adapters, if any."""
 
 import hashlib
 from collections.abc import Callable
@@ -41,9 +41,9 @@ from llmq.text.tokenizer_files import first_new_id, parse_tokens
 
 
 def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
-    """Options completed by the adapters of --adapter; ConfigError if they contradict.
+    """The options completed by the adapters of --adapter; ConfigError if options contradict them.
 
-    LlmqError if the adapters cannot be read, or do not fit the model.
+    LlmqError if the adapters cannot be read, or are of another model.
     """
     if config.adapter is None:
         return config
@@ -122,9 +122,9 @@ ADAPTED_BY = tuple("lora_rank lora_targets lora_rank_pattern lora_layers train l
 
 
 class InitialWeights:
-    """First weights of one run; the constructor checks everything.
+    """First weights of one run; the constructor checks all their files.
 
-    weights: of the model's directory; None: random.
+    weights: weights in the model's directory; None: random weights.
     """
 
     @START.part("opening weights")
@@ -149,7 +149,7 @@ class InitialWeights:
                 line = f"--base-dtype {base} rounds the codes of {config.model} anew"
                 warn(f"{line}: --base-dtype {kept_by} keeps them")
         self.source = self._source()
-        self._open = ExitStack()  # extra tensors in another folder
+        self._open = ExitStack()  # keeps files of extra tensors in another folder open
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
@@ -173,19 +173,20 @@ class InitialWeights:
 
     @property
     def kept(self) -> SourceModel | None:
-        """The source as stored in checkpoints; None with adapters, which are exported alone."""
+        """The source model as checkpoints record it; None with adapters, which are exported
+        alone."""
         return None if self.adapters is not None else self.source
 
     @property
     def exported(self) -> SourceModel | None:
-        """The source as exports of this run need it."""
+        """The source model as exports of this run need it."""
         if self.source is None:
             return None
         return self.source.for_model(self.model, text_only=self.config.text_only)
 
     def continue_source(self, reader: CheckpointReader) -> None:
-        """Take over the source model of a checkpoint's run. LlmqError if its extra tensors are
-        neither in --model nor in their old place."""
+        """Take over the source model of a checkpoint's run. LlmqError if the source's extra tensors
+        are neither in --model nor in their old place."""
         before = SourceModel.of_record(reader.manifest.source)
         if before is None or self.adapters is not None:
             return
@@ -203,14 +204,15 @@ class InitialWeights:
 
     @cached_property
     def identity(self) -> BaseId:
-        """Identity of the first weights, without adapters. The first call reads the whole model."""
+        """Identity of the first weights without adapters. The first access reads the whole
+        model."""
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
     @cached_property
     def reference(self) -> BaseId:
-        """Identity of the first weights with --adapter: the reference model of preference
+        """Identity of the first weights with --adapter, which are the reference model of preference
         losses."""
         if self._files is None:
             return self.identity
@@ -234,7 +236,7 @@ class InitialWeights:
         warn(*self._files.unknown_base(self.config.model))
 
     def load(self, ranks: Ranks) -> None:
-        """Write the first weights."""
+        """Load the first weights into the ranks."""
         if self.weights is None:
             self.init(ranks)
             return
@@ -280,7 +282,8 @@ class InitialWeights:
         made: TokenizerId | None,
         run: RunId,
     ) -> None:
-        """Export the model, or the adapters. read: returns a parameter of the run."""
+        """Export the model, or the adapters. read: returns a parameter of the run. tokenizer: to
+        write beside the model. made: identity of the data's tokenizer."""
         config = self.config
         origin = {"made": made, "run": run, "hub": HubModel.of(config)}
         if self.adapters is None:

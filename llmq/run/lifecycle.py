@@ -1,8 +1,8 @@
 """The checkpoints of a run: saving, verdicts, deletion, the best one, rollback and export.
 
-`llmq/checkpoint/states.py` has the states and the rules; this file carries the rules out. With
---ckpt-background a thread writes and deletes (saving.py), and the loop calls `poll` between steps:
-verdicts and the note of the best checkpoint wait until a checkpoint is complete.
+`llmq/checkpoint/states.py` defines the states and the rules; this file carries the rules out. With
+--ckpt-background a thread writes and deletes (saving.py), and the loop calls `poll` between steps.
+Verdicts and the note of the best checkpoint wait until the checkpoint is complete.
 """
 
 import time
@@ -38,8 +38,8 @@ from llmq.run.saving import BackgroundWriter, Tidied, Written
 from llmq.run.trainer import Trainer
 from llmq.runtime.world import World
 
-MISSING = 3  # failed saves in a row, from which on an alarm is shown
-SHORT_WAIT = 0.5  # seconds of waiting for the checkpoint before that are not reported
+MISSING = 3  # least number of failed saves in a row that raises an alarm
+SHORT_WAIT = 0.5  # longest unreported wait for the previous checkpoint, in seconds
 
 
 class Lifecycle:
@@ -52,7 +52,7 @@ class Lifecycle:
     """
 
     def __init__(self, trainer: Trainer, reporter: Reporter, best: Best, guard: Guard, first: int):
-        """first: first step of the stage, which has sequences of one length."""
+        """first: first step of the stage, within which all sequences have one length."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config, self.world = trainer.config, trainer.world
         self.keep = Keep.of(trainer.config, first)
@@ -63,16 +63,16 @@ class Lifecycle:
         self.writing: int | None = None
         self.write_seconds = 0.0
         self._verdict: Verdict | None = None  # on the checkpoint that is being written
-        self._unclean = False  # whether old checkpoints wait for the thread, to be deleted
-        self._missing = 0  # failed saves since the newest checkpoint
-        self._told = False  # whether waiting was reported
+        self._unclean = False  # True if old checkpoints are still to be deleted
+        self._missing = 0  # number of failed saves since the newest checkpoint
+        self._told = False  # True once a wait was reported
 
     # -- going on --------------------------------------------------------------------------------
 
     @staticmethod
     def resume_from(config: TrainConfig, world: World) -> Path | None:
-        """The checkpoint that --continue names; None without --continue, or if the newest one is
-        wanted and there is none. All processes of the world call this function."""
+        """The checkpoint that --continue names; None without --continue, or if the user wants the
+        newest checkpoint and none exists. All processes of the world call this function."""
         directory, wanted = config.checkpoint_dir, config.continue_from
         if wanted is None:
             return None
@@ -91,11 +91,12 @@ class Lifecycle:
         return {} if self.best.metric is None else {"best": self.best.state()}
 
     def load(self, history: Mapping[str, Any]) -> None:
-        """Take what `state` gave; call `resume` next."""
+        """Restore a saved `state`; call `resume` next."""
         self.best.load(history.get("best"))
 
     def resume(self) -> None:
-        """Go on from the checkpoint, in any directory, that the trainer has loaded."""
+        """Restore the verdicts and the best checkpoint of the moment whose checkpoint the trainer
+        has loaded, from any directory."""
         step = self.trainer.steps_done
         self.saved_at, self.late = step, False
         self._proving = Proving()
@@ -109,7 +110,7 @@ class Lifecycle:
             self.reporter.message(f"WARNING: {error}", step)
 
     def move_undone_aside(self) -> None:
-        """Move aside the run's own checkpoints of steps that the run is about to make again."""
+        """Move the run's own checkpoints of later steps aside; the run makes these steps again."""
         step = self.trainer.steps_done
         if step < self.trainer.total_steps:
             undone = partial(undone_checkpoints, self.config, self.trainer.run, step)
@@ -117,8 +118,8 @@ class Lifecycle:
                 self.reporter.message(line, step)
 
     def rollback_target(self, last: int) -> Path | None:
-        """The checkpoint that a rollback from step `last` returns to, of the same stage; None: the
-        first weights. LlmqError where a later stage has none."""
+        """The checkpoint of the same stage to which a rollback from step `last` returns; None: the
+        first weights. LlmqError if a later stage has no good checkpoint."""
         path, origin = newest_good(self._kept(), self.keep, last, self.world), self.guard.origin
         first = self.keep.first
         if path is None and origin is not None and checkpoint_step(Path(origin)) >= first:
@@ -138,16 +139,16 @@ class Lifecycle:
     # -- saving ----------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is due before this step: by --ckpt-interval, or because the one
-        before waited for a good step."""
+        """True if a checkpoint is due before this step: by --ckpt-interval, or because an earlier
+        checkpoint waits for a good step and this state is good."""
         interval = self.config.ckpt_interval
         return (interval > 0 and step % interval == 0) or (self.late and self.guard.in_row == 0)
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
-        """Save a checkpoint, if the newest is not of this step, and delete old ones. After a bad
-        step, which may have spoiled the weights, a checkpoint is saved only if required or asked
-        for. required: wait until the checkpoint is complete, DiskError if it fails; else a failure
-        is a message."""
+        """Save a checkpoint, unless this step has one, and delete old checkpoints. A bad step may
+        have spoiled the weights: after it a checkpoint needs `required` or `asked`. required: wait
+        until the checkpoint is complete, and raise DiskError if saving fails; else a failure is a
+        message. asked: the user wants this checkpoint."""
         if required:
             self.finish()
         if self.trainer.steps_done not in (self.saved_at, self.writing):
@@ -189,7 +190,8 @@ class Lifecycle:
         self._take_tidied(self._tidying(step)(self.world))
 
     def _prove(self, step: int) -> None:
-        """Let the coming steps decide about this checkpoint."""
+        """Let the coming steps decide whether this checkpoint is good; after PERSISTS bad steps in
+        a row mark it as spoiled."""
         if self.guard.in_row >= PERSISTS:
             text = f"the last {self.guard.in_row} steps were bad"
             self._note(step, Verdict.spoiled(text))
@@ -201,8 +203,8 @@ class Lifecycle:
         self.reporter.alarm(None)
 
     def _lost(self, step: int, error: DiskError) -> None:
-        """Report a failed save, by an alarm from MISSING failures in a row on. DiskError after
-        --ckpt-required failures."""
+        """Report a failed save; from MISSING failures in a row on, raise an alarm. DiskError after
+        --ckpt-required failures in a row."""
         now = self.trainer.steps_done
         self._missing += 1
         self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", now)
@@ -210,7 +212,7 @@ class Lifecycle:
         text = f"{self._missing} checkpoints in a row could not be written, the newest is {newest}"
         if 0 < self.config.ckpt_required <= self._missing:
             ended = DiskError(f"--ckpt-required: {text}: {error}")
-            ended.agreed = True  # by all processes
+            ended.agreed = True  # all processes raise this error
             raise ended
         if self._missing >= MISSING:
             self.reporter.alarm(f"{text}: {error}", now)
@@ -218,19 +220,20 @@ class Lifecycle:
     # -- in the background -----------------------------------------------------------------------
 
     def poll(self, *, wait: bool = False) -> None:
-        """Take the outcome of the thread, if it has ended. wait: until nothing is being written any
-        more."""
+        """Take the outcome of the writing thread, if it has ended. wait: first wait for the thread
+        to end."""
         while (written := self._writer.ended(wait=wait)) is not None:
             self._take(written)
 
     def finish(self) -> None:
-        """Wait until nothing is being written any more, and delete old checkpoints."""
+        """Wait until no checkpoint is being written any more, and delete old checkpoints."""
         self.poll(wait=True)
         if self._unclean:
             self._delete_old()
 
     def _wait(self, step: int) -> None:
-        """Wait for the checkpoint before; one message in a run says that training waits."""
+        """Wait until the previous checkpoint is written. The first long wait of a run is
+        reported."""
         before, start = self.writing, time.monotonic()
         self.poll(wait=True)
         waited = self.world.share(time.monotonic() - start)
@@ -244,7 +247,7 @@ class Lifecycle:
             )
 
     def _take(self, written: Written) -> None:
-        """Take the outcome of the thread: a complete checkpoint, or a failed save."""
+        """Take an outcome of the writing thread: a complete checkpoint, or a failed save."""
         step, tidied, self.write_seconds = written
         verdict, self._verdict, self.writing = self._verdict, None, None
         if isinstance(tidied, DiskError):
@@ -266,17 +269,17 @@ class Lifecycle:
         checkpoint; else complete it, if there is one process."""
         self._writer.stop(give_up=give_up)
         if not (self.world.several or give_up):
-            with suppress(Exception):  # there is a first error, and a failed device repeats it
+            with suppress(Exception):  # a failed device would repeat the run's first error
                 self.poll(wait=True)
 
     # -- the best --------------------------------------------------------------------------------
 
     def measured(self, measured: Measured) -> bool:
-        """Take an evaluation of this moment; True if its metric of --keep-best is the best so far:
-        then call `save`, which keeps the checkpoint as the best."""
+        """Take an evaluation of this moment. Returns True if the metric of --keep-best is the best
+        so far; the caller then calls `save`, which keeps the checkpoint as the best."""
         if self.best.metric not in measured:
             return False
-        if self.best.proposed is not None:  # the best so far is still being written
+        if self.best.proposed is not None:  # the best checkpoint so far is still being written
             self.poll(wait=True)
         line = self.best.begins_anew(measured)
         if line is not None:
@@ -284,7 +287,7 @@ class Lifecycle:
         return self.best.take(self.trainer.steps_done, measured)
 
     def _settle_best(self, step: int | None) -> None:
-        """Accept the proposed best of this step if its checkpoint is complete, else drop it."""
+        """Accept the proposed best checkpoint, of this step, if it is complete; else drop it."""
         best, now = self.best, self.trainer.steps_done
         if best.proposed is None or best.proposed.step != step:
             return
@@ -302,7 +305,7 @@ class Lifecycle:
 
     def verdict(self, step: int, bad: str | None) -> None:
         """Apply the judgement of a step to the checkpoints before the step; steps come in order.
-        bad: why the step is bad; None: it is good."""
+        bad: why the step is bad; None for a good step."""
         level = self.guard.level
         if bad is None:
             verdicts = self._proving.mark_good(step, self.guard.last_bad, level)
@@ -314,7 +317,7 @@ class Lifecycle:
             self._let_go()
 
     def condemn(self, step: int, reason: str) -> None:
-        """Mark the checkpoint of this step as spoiled, unless it is known to be good."""
+        """Mark this step's checkpoint as spoiled, unless later steps have proved it good."""
         if self._proving.drop(step):
             self._note(step, Verdict.spoiled(reason))
 
@@ -327,17 +330,17 @@ class Lifecycle:
             return
         path = own_checkpoints(self.config.checkpoint_dir, self.trainer.run).get(step)
         try:
-            if path is not None:  # else it was removed, or replaced
+            if path is not None:  # else the checkpoint was removed or replaced
                 write_verdict(path, verdict)
         except DiskError as error:
-            if path.is_dir():  # else a thread has just deleted it
+            if path.is_dir():  # else a thread has just deleted the checkpoint
                 self.reporter.message(f"WARNING: {error}", self.trainer.steps_done)
 
     # -- old ones --------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Delete checkpoints that a verdict or a new best makes superfluous; with --ckpt-background
-        at the next checkpoint, so that training does not wait."""
+        """Delete checkpoints that a verdict or a new best makes superfluous. With --ckpt-background
+        they go at the next checkpoint, so that training does not wait."""
         self._unclean = self.config.ckpt_background
         if not self._unclean:
             self._delete_old()
@@ -350,13 +353,14 @@ class Lifecycle:
             self._take_tidied(tidying(self.world))
 
     def _tidying(self, saved_at: int, *, read_back: bool = True) -> partial[Tidied]:
-        """A call of `tidy` that keeps the checkpoint of step saved_at."""
+        """A prepared call of `tidy` that keeps the checkpoint of step saved_at."""
         spared = [at for at in (self.best.step, self._proving.followed) if at is not None]
         where = (self.config.checkpoint_dir, self.trainer.run)
         return partial(tidy, *where, self.keep, saved_at, spared, read_back=read_back)
 
     def _take_tidied(self, tidied: Tidied) -> None:
-        """Report deleted checkpoints; a newest one that could not be read back is spoiled."""
+        """Report deleted checkpoints; mark the newest one as spoiled if it could not be read
+        back."""
         now, saved_at = self.trainer.steps_done, self.saved_at
         if tidied.removed:
             self.reporter.message(f"Cleaned {tidied.removed} checkpoints", now)
@@ -373,8 +377,9 @@ class Lifecycle:
     # -- export ----------------------------------------------------------------------------------
 
     def export(self, problem: str | None) -> None:
-        """Write the best or the last model, if it computes finite numbers; else ModelError, and its
-        checkpoint is spoiled. problem: why the last model does not compute finite numbers."""
+        """Write the best or the last model (--export). ModelError if this model does not compute
+        finite numbers; its checkpoint is then marked as spoiled. problem: why the last model does
+        not compute finite numbers; None if it does."""
         config, best, step = self.config, self.best, self.trainer.steps_done
         exported = step if best.step is None or config.export == "last" else best.step
         source = None
@@ -398,8 +403,8 @@ class Lifecycle:
             self.reporter.message(text, step)
 
     def _spoiled(self, problem: str, exported: int) -> None:
-        """The last model does not compute finite numbers: ModelError if it is exported, unless with
-        --force."""
+        """Handle a last model that does not compute finite numbers: ModelError if it is the model
+        to export, unless --force is given. exported: step of the model to export."""
         step = self.trainer.steps_done
         if exported != step:
             self.condemn(step, problem)
@@ -424,9 +429,9 @@ def tidy(
     *,
     read_back: bool,
 ) -> Tidied:
-    """Delete old checkpoints. saved_at: step of the newest. spared: steps whose checkpoints stay.
-    read_back: read the newest from the disk before, and delete nothing if it is damaged. All
-    processes of the world call this function."""
+    """Delete old checkpoints. saved_at: step of the newest one. spared: further steps whose
+    checkpoints stay. read_back: first read the newest one from the disk, and delete nothing if it
+    is damaged. All processes of the world call this function."""
     if read_back and keep.newest > 0:
         path = checkpoint_path(directory, saved_at)
         forget_pages(path)

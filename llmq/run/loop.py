@@ -1,4 +1,4 @@
-"""The loop of a run: optimizer steps, and the work between two steps in its order."""
+"""The loop of a run: optimizer steps, and the ordered work between two steps."""
 
 import signal
 import time
@@ -22,13 +22,13 @@ from llmq.run.trainer import Trainer
 
 
 class Loop:
-    """Steps until the end or a signal.
+    """Makes steps until the end of the run or a signal.
 
     Results go to the trainer's callbacks. Between two steps come evaluations, then requests for a
     checkpoint or for the end, then checkpoints. is_last: True if the run ends with this loop, False
-    if another stage follows. first: the step that the loop begins with. pending: ticket of a step
-    whose result has not been read. ahead: whether a GPU computes a step while the result of the
-    step before is read.
+    if another stage follows. first: the loop's first step. pending: ticket of the step whose result
+    has not been read. ahead: True if a GPU computes a step while the previous step's result is
+    read.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Loop:
         requests: Requests,
         stop: int | None,
     ):
-        """stop: the step before which the loop ends, where a stage follows; None: the run's last
-        step."""
+        """stop: the next stage's first step, before which the loop ends; None: the loop ends with
+        the run."""
         self.trainer, self.reporter, self.evaluations = trainer, reporter, evaluations
         self.health, self.lifecycle, self.requests = health, lifecycle, requests
         self.stop, self.is_last = stop, stop is None
@@ -58,16 +58,16 @@ class Loop:
         return why and f"{why}, which ends the run after {self.trainer.steps_done} steps"
 
     def run(self) -> None:
-        """Make all `steps`; signals are noted meanwhile."""
+        """Make all `steps`; meanwhile signals are noted, and obeyed between two steps."""
         with self.requests.noted():
             for _ in self.steps():
                 pass
 
     def steps(self) -> Iterator[StepDone]:
-        """Yield each step when its result is known; behind the last step the run ends with its last
-        evaluations and its model.
+        """Yield each step when its result is known. After the last step come the last evaluations
+        and the export of the model.
 
-        Interrupted or OutOfTime where the run ends before, once the run is saved.
+        Interrupted or OutOfTime if the run ends early; a checkpoint is saved before.
         """
         trainer = self.trainer
         self.first = trainer.steps_done
@@ -109,11 +109,12 @@ class Loop:
             ticket = self._enqueue(lr, limits)
         self.collect()
         self.pending = ticket
-        if probes or not self.ahead or trainer.dev.kind == "host":  # where the work is done by now
+        if probes or not self.ahead or trainer.dev.kind == "host":  # a CPU's step is done by now
             self.collect()
 
     def _enqueue(self, lr: float, limits: Limits) -> int:
-        """Enqueue a step. DataError leaves the data where they were, so that they can be saved."""
+        """Enqueue a step. Before a DataError the loaders return to their old position, so that a
+        checkpoint can be saved."""
         loaders = self.trainer.train_loaders
         before = loaders[0].state()
         try:
@@ -135,7 +136,7 @@ class Loop:
         return done
 
     def pause(self) -> None:
-        """Before work that is no part of a step's time."""
+        """Collect the pending step before work that counts for no step's time."""
         self.collect()
         self.trainer.last_end = None
 
@@ -156,7 +157,7 @@ class Loop:
             self._save()
 
     def _evaluate(self, evaluate: Callable[[], Measured]) -> None:
-        """Evaluate, and save a checkpoint if its metric of --keep-best is the best so far."""
+        """Evaluate; save a checkpoint if the metric of --keep-best is the best so far."""
         self.pause()
         if self.lifecycle.measured(evaluate()):
             self._save()
@@ -169,7 +170,7 @@ class Loop:
         self.requests.save_took(time.monotonic() - start)
 
     def save_last(self, *, required: bool = True) -> None:
-        """Save the state that another process or stage goes on with."""
+        """Save a checkpoint with which another process or stage goes on, and wait for its end."""
         self._save(required=required)
         self.lifecycle.finish()
 
@@ -181,7 +182,7 @@ class Loop:
         return has_one if wanted is None else wanted
 
     def _leave_if_asked(self) -> None:
-        """End the run with a checkpoint, by a signal or --max-hours."""
+        """If a signal or --max-hours asks for it, save a checkpoint and end the run by an error."""
         if not self.requests.ends:
             return
         self._save(required=True)
@@ -192,10 +193,10 @@ class Loop:
         raise OutOfTime if self.requests.signum is None else Interrupted(self.requests.signum)
 
     def _end(self) -> None:
-        """The last evaluations, and the export, which one signal does not stop."""
+        """Run the last evaluations, then export; a single signal does not stop the export."""
         for evaluate in self.evaluations.due_at_end():
             self._evaluate(evaluate)
-        self.lifecycle.finish()  # whatever becomes of the export
+        self.lifecycle.finish()  # before the export, which may fail
         self.requests.agree()
         self._leave_if_asked()
         step = self.trainer.steps_done
@@ -203,18 +204,19 @@ class Loop:
         self.reporter.warn_of_steps_without_targets(step)
         self.health.warn_at_end(step)
         self.lifecycle.export(self.evaluations.not_finite or self.health.guard.not_finite)
-        if self._saves_last:  # if there was no room before
+        if self._saves_last:  # again, if the save before the evaluations failed
             self._save(required=True)
 
     # -- state and rollback ----------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """The state of a run beside its weights, for a checkpoint, in JSON's types."""
+        """The part of a run's state outside trainer and weights, in JSON's types, for a
+        checkpoint."""
         state = self.evaluations.state() | self.reporter.history
         return state | {"guard": self.health.guard.state} | self.lifecycle.state()
 
     def _restore(self, history: Mapping[str, Any]) -> None:
-        """Restore a `_state` but for its guard; {} is the state of the beginning."""
+        """Restore a `_state`, except for the guard's; {} is the state before the first step."""
         self.evaluations.load(history)
         self.reporter.history = history
         self.lifecycle.load(history)
@@ -239,7 +241,7 @@ class Loop:
             self.health.guard.origin = str(checkpoint.absolute())
 
     def _goes_back(self) -> bool:
-        """True if the last steps were too many bad ones, and the run went back."""
+        """Roll back if the last steps had too many bad ones; return True if so."""
         self.collect()
         if self.health.guard.trouble is None:
             return False
@@ -247,8 +249,8 @@ class Loop:
         return True
 
     def _roll_back(self) -> None:
-        """Go back to a good checkpoint, and on with the data that come next. The guard keeps its
-        state, which is newer than the checkpoint's."""
+        """Load a good checkpoint, but go on with the next data. The guard keeps its state, which is
+        newer than the checkpoint's."""
         self.pause()
         self.health.roll_back()
         self._restore(self.trainer.history)

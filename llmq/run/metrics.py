@@ -16,11 +16,11 @@ from llmq.report.json_log import JsonLog
 from llmq.report.views import PlainView
 
 RULE = "!" * 80
-SHOWN_FILES = 10  # in [Dataset], for each split
-SHOWN_SECONDS = 0.1  # of a part of the start
+SHOWN_FILES = 10  # most files of a split that [Dataset] lists
+SHOWN_SECONDS = 0.1  # least duration of a part of the start that is printed
 
 
-_COUNTS = (  # below this: unit, its letter, digits after the point
+_COUNTS = (  # exclusive upper limit of a count, its unit, the unit's letter, decimals
     (1e6, 10**3, "k", 0),
     (2e7, 10**6, "M", 1),
     (1e9, 10**6, "M", 0),
@@ -32,13 +32,13 @@ _COUNTS = (  # below this: unit, its letter, digits after the point
 
 
 def count_tokens(n: int) -> str:
-    """A token count in the width of four characters and a unit."""
+    """A token count as a number four characters wide, with its unit."""
     unit, letter, digits = next(row for limit, *row in _COUNTS if n < limit)
     return f"{n / unit:4.1f}{letter}" if digits else f"{n // unit:4d}{letter}"
 
 
 def tokens_per_second(tokens: int, milliseconds: float) -> str:
-    """Below 100 thousand in full, then in thousands; "-" where no time passed."""
+    """Tokens per second as text, from 100 thousand on in thousands; "-" for a duration of 0."""
     if milliseconds < 1:
         return "-"
     rate = int(tokens * 1000 / milliseconds)
@@ -46,16 +46,15 @@ def tokens_per_second(tokens: int, milliseconds: float) -> str:
 
 
 def duration(milliseconds: float) -> str:
-    """Milliseconds, or seconds from 100 seconds on, in a fixed width."""
+    """A duration as text of fixed width: in ms, from 100 seconds on in s."""
     if milliseconds < 100_000:
         return f"{int(milliseconds):5d} ms"
     return f"{int(milliseconds / 1000):5d}  s"
 
 
 def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
-    """Milliseconds of each micro-step's parts, then of the optimizer, from named ranges.
-
-    The ranges of a calibration are left out.
+    """Milliseconds of the parts of each micro-step, then of the optimizer. ranges: name and
+    milliseconds of each timed range; those of a calibration are left out.
     """
     parts: list[dict[str, float]] = []
     for name, ms in ranges:
@@ -69,7 +68,7 @@ def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
         elif part == "forward":
             parts[-1]["fwd"] += ms
         else:
-            parts[-1]["bwd"] += ms  # the head counts as a part of backward, too
+            parts[-1]["bwd"] += ms  # includes the head
             parts[-1]["head"] += ms if part == "head" else 0.0
     return parts
 
@@ -79,13 +78,13 @@ class Reporter:
 
     def __init__(self, log: JsonLog, view: PlainView, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
-        self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
-        self.without_targets = 0  # steps of the run
+        self._loss_sum, self._loss_count = 0.0, 0  # training losses since the last evaluation
+        self.without_targets = 0  # number of the run's steps without targets
         self._scores: dict[str, float] = {}
-        self.epoch = (0, 0.0)  # number of the epoch, and its fraction behind the last step
+        self.epoch = (0, 0.0)  # number of the epoch, and its fraction after the last step
 
     def block(self, title: str, lines: list[str]) -> None:
-        """A titled block and an empty line."""
+        """Print a titled block and an empty line."""
         self.view.line(f"[{title}]")
         for line in [*lines, ""]:
             self.view.line(line)
@@ -96,8 +95,8 @@ class Reporter:
         self.log.write("info", step, type="message", message=text)
 
     def alarm(self, text: str | None, step: int = 0) -> None:
-        """Tell what must not be overlooked: bold between two lines, in the log, and in the live
-        view until it is None."""
+        """Report something that the user must not overlook: bold between two rules, in the log, and
+        in the live view until a call with None."""
         self.view.progress(alarm=text)
         if text is not None:
             for line in (RULE, f"ALARM: {text}", RULE):
@@ -118,7 +117,8 @@ class Reporter:
     def options(
         self, rows: list[tuple[str, bool | int | float | str]], usual: Mapping[str, Any]
     ) -> None:
-        """[Options]: names and values; the console has those that are not as usual."""
+        """Log options, and print those that differ from `usual` in the block [Options]. rows: name
+        and value."""
         width = max(len(name) for name, value in rows if usual.get(name) != value)
         lines = []
         for name, value in rows:
@@ -129,7 +129,7 @@ class Reporter:
         self.block("Options", lines)
 
     def dataset(self, loaders: dict[str, DataLoader]) -> None:
-        """[Dataset]: the files of each split, and where their loader stands."""
+        """Report [Dataset]: the files of each split, and the loader's position in them."""
         lines = []
         for split, loader in loaders.items():
             lines.append(f" {split}: {count_tokens(loader.total_tokens)} tokens")
@@ -153,7 +153,7 @@ class Reporter:
 
     @property
     def history(self) -> dict[str, Any]:
-        """The values on which later reports depend, in JSON's types: for a checkpoint."""
+        """The values on which later reports depend, in JSON's types, for a checkpoint."""
         loss_sum = self._loss_sum if math.isfinite(self._loss_sum) else None
         return {
             "losses_since_evaluation": [loss_sum, self._loss_count],
@@ -162,7 +162,8 @@ class Reporter:
 
     @history.setter
     def history(self, history: Mapping[str, Any]) -> None:
-        """{}: of the beginning; raises what `Loop.resume` catches where it is something else."""
+        """Restore a history; {} is the one before the first step. A malformed history raises errors
+        that `Loop.resume` catches."""
         total, count = history.get("losses_since_evaluation", (0.0, 0))
         self._loss_sum = math.nan if total is None else float(total)
         self._loss_count = index(count)
@@ -170,15 +171,16 @@ class Reporter:
 
     @property
     def _percent(self) -> float:
-        """The percentage of the epoch, which llm.q's lines show."""
+        """The percentage of the epoch that is done, as llm.q's lines show it."""
         return 100.0 * self.epoch[1]
 
     def _of_run(self, steps_done: int) -> str:
         return f"run {min(100.0 * steps_done / max(self.total_steps, 1), 100.0):.1f}%"
 
     def train_step(self, done: StepDone, tokens: int, sol: float | None) -> None:
-        """[T]. tokens: of the whole step, masked ones too, padding left out. sol: in percent. A
-        step without targets has no loss."""
+        """Report a step, with a [T] line. tokens: number of the step's tokens, with masked ones,
+        without padding. sol: speed in percent of the speed of light, or None. A step without
+        targets has no loss."""
         step, result, ms, self.epoch = done.step, done.result, done.ms, done.epoch
         has_loss = result.tokens > 0
         shown = result.told if has_loss else {}
@@ -209,7 +211,8 @@ class Reporter:
         self.view.progress(step=step + 1, lr=done.lr, ms=ms, tokens=tokens, **found)
 
     def _step_line(self, step: int, result: Result, ms: float, rate: str, sol: float | None) -> str:
-        """The line of a step: llm.q's, or one that fits into 80 columns."""
+        """A step's line in llm.q's form, or for a brief view in 80 columns. rate: tokens per
+        second."""
         has_loss = result.tokens > 0
         if self.view.brief:
             loss = f"{result.loss:8.4f}" if has_loss else f"{'none':>8}"
@@ -227,8 +230,8 @@ class Reporter:
     def time_breakdown(
         self, step: int, timings: Sequence[Sequence[tuple[str, float]]], communication: float | None
     ) -> None:
-        """--debug-time-breakdown: log the parts of a step, and print rank 0's. timings: by rank.
-        communication: see Result.
+        """For --debug-time-breakdown, log the parts of a step, and print the parts of rank 0.
+        timings: name and ms of each part, by rank. communication: see Result.
         """
         parts = [_parts(ranges) for ranges in timings]
         self.view.line("")
@@ -249,7 +252,8 @@ class Reporter:
             self.log.write("info", step, **fields)
 
     def abs_maxes(self, step: int, values: dict[str, float]) -> None:
-        """--debug-log-abs-max: largest absolute values by name; NaN is the largest of all."""
+        """Report largest absolute values by name, for --debug-log-abs-max; NaN counts as largest of
+        all."""
 
         def largest(kind: str) -> str:
             of_kind = {name: value for name, value in values.items() if name.startswith(kind)}
@@ -261,9 +265,9 @@ class Reporter:
         self.log.write("abs-maxes", step, abs_maxes=named)
 
     def evaluation(self, step: int, result: Result, ms: float, tokens: int, name: str = "") -> None:
-        """[V]: the evaluation before step `step`. tokens: that were run.
-
-        With the mean training loss since the last one, if there were steps. name: of a named set.
+        """Report the evaluation before step `step`, with a [V] line. tokens: number of evaluated
+        tokens. name: name of the validation set; "": the unnamed one, whose line has the mean
+        training loss since the last evaluation, too.
         """
         count = self._loss_count
         train = f"train {self._loss_sum / count:9f} | " if count else ""
@@ -295,7 +299,7 @@ class Reporter:
             self.score(f"{name or 'eval'}/{number}", value)
 
     def score(self, name: str, value: float) -> None:
-        """A number that the live view shows until there is a newer one."""
+        """Show a number in the live view until a newer number of this name."""
         self._scores[name] = value
         self.view.progress(scores=dict(self._scores))
 
@@ -313,7 +317,7 @@ class Reporter:
             self.view.line(f"[G] step {step:5d} [{label}] | {line}")
 
     def links(self, table: LinkTable) -> None:
-        """[Links]: how the GPUs reach each other, and how fast."""
+        """Report [Links]: the paths between GPUs, and their measured speeds."""
         for line in [*table.lines(), ""]:
             self.view.line(line)
         self.log.write("links", 0, links=table.records())
@@ -325,9 +329,9 @@ class Reporter:
         self.log.write("guard", step, action=action, message=text, **more)
 
     def choices(self, step: int, fast: dict[str, bool], chosen: dict[str, str]) -> None:
-        """Report the ways that work takes. fast: of the fp8 products that may sum with fewer bits,
-        whether they do. chosen: of work that has several ways the one it takes, see Device.choose.
-        A product that takes another way was only timed, whatever its sums have."""
+        """Report the tuned implementations. fast: by fp8 product, True if it sums with fewer bits.
+        chosen: by operation and shape, the chosen implementation (see Device.choose). Products with
+        another choice than "per-tensor" ran only to be timed, and are left out of `fast`."""
         others = {work for work, way in chosen.items() if way != "per-tensor"}
         fast = {name: how for name, how in fast.items() if f"matmul_fp8 {name}" not in others}
         if fast:
@@ -345,7 +349,8 @@ class Reporter:
             self.log.write("choices", step, choices=chosen)
 
     def seconds(self, what: str, parts: Mapping[str, float], step: int) -> None:
-        """Report the parts of a start by name, and print those of SHOWN_SECONDS and more."""
+        """Log the seconds of a start's parts by name, and print those of SHOWN_SECONDS or more.
+        what: name of the start."""
         if not parts:
             return
         shown = [f"{s:.1f} {name}" for name, s in parts.items() if s >= SHOWN_SECONDS]
@@ -354,7 +359,7 @@ class Reporter:
         self.log.write("seconds", step, what=what, seconds=dict(parts))
 
     def warn_of_steps_without_targets(self, step: int) -> None:
-        """Warn at the end of a run with `steps` steps."""
+        """Warn of steps without targets, at the end of a run after `step` steps."""
         if empty := self.without_targets:
             text = f"{empty} of {step} steps had no target to train on, and changed nothing"
             self.message(f"WARNING: {text}: look at the loss masks of the data", step)

@@ -1,5 +1,5 @@
-"""Model and tokenizer of a run: --model with changed sizes; and the tokenizer of data, model and
-checkpoint, which must be one.
+"""Model and tokenizer of a run: --model with changed sizes; and the tokenizer, which must be the
+same for data, model and checkpoint.
 """
 
 import math
@@ -32,12 +32,12 @@ from llmq.text.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.text.tokenizer_files import difference, new_tokens, parse_tokens
 from llmq.text.tokenizer_id import tokenizer_of_folder
 
-MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padded
+MUCH_LARGER = 2  # factor to the data's vocabulary; padding of a vocabulary stays far below it
 
 
 def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelConfig, Path | None]:
-    """The configuration, and the directory of --model, None for a preset. weights: True if weights
-    will be read, unless from scratch; --download fetches files. ConfigError or DataError."""
+    """The configuration and the directory of --model; the directory is None for a preset. weights:
+    False if no weights will be read, so that --download skips them. ConfigError or DataError."""
     _download(config, weights and not config.from_scratch)
     name = pinned(config.model, config.revision)
     model, model_dir = resolve_model(name, config.from_scratch)
@@ -52,9 +52,9 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
 
 
 def with_head(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    """With the head that a run has: a score head, if it is new, begins with random numbers.
+    """The model with the run's head (--num-labels): a score head, or the LM head.
 
-    ConfigError where the model's own head is another one.
+    ConfigError if the model has a score head of another size.
     """
     wanted = config.num_labels or 0
     if model.num_labels in (0, wanted):
@@ -68,13 +68,13 @@ def with_head(config: TrainConfig, model: ModelConfig) -> ModelConfig:
 
 
 def at_commit(config: TrainConfig, model_dir: Path | None) -> TrainConfig:
-    """The options with the commit of the repository that the model is of, by which a run that goes
-    on and its exports know it."""
+    """The options with --revision set to the commit of the model's repository, so that a continued
+    run and its exports know the exact model."""
     return replace(config, revision=revision_of(model_dir) or config.revision)
 
 
 def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> ModelConfig:
-    """With a vocabulary that --add-tokens fits into; some models have rows to spare."""
+    """The model with a vocabulary that has room for --add-tokens; some models have spare rows."""
     if model_dir is None:
         raise ConfigError("--add-tokens: needs a model with a tokenizer, a directory as --model")
     first, count, _ = new_tokens(model_dir, parse_tokens(config.add_tokens))
@@ -88,8 +88,8 @@ def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | N
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """The model of a plan, where a preset's name means the trained model of its sizes; and the
-    options of the run that it is a plan of. Else as model_of_run."""
+    """Options, model and model directory for a plan. A preset's name means here the released model
+    of that name, unless --from-scratch is given. Else like model_of_run, without weights."""
     unread = config.from_scratch or config.download
     unread = unread or find_directory(pinned(config.model, config.revision)) is not None
     trained = None if unread else released(config.model)
@@ -99,14 +99,14 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
             model = with_new_tokens(config, model, None)
         model = with_head(config, resized(model, given_sizes(config)))
         return replace(config, model=repository, download=True), model, None
-    if not unread and is_preset(config.model):  # untrained
+    if not unread and is_preset(config.model):  # no trained model has these sizes
         config = replace(config, from_scratch=True)
     return config, *model_of_run(config, weights=False)
 
 
 def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that training files with conversations need: packing of whole conversations, and
-    weights; {} without conversations. values: given options, by field name."""
+    """Options that the training files need, by field: best-fit packing for conversations,
+    token_weights for files with weights; else {}. values: given options, by field."""
     patterns = values.get("train_file")
     if not patterns:
         return {}
@@ -135,7 +135,7 @@ def _download(config: TrainConfig, weights: bool) -> None:
     if config.revision is not None and not from_hub:
         raise ConfigError(f"--revision: --model {config.model} is no repository of the hub")
     known = find_directory(name) is not None or config.download
-    if not from_hub or not known:  # resolve_model says what else could be meant
+    if not from_hub or not known:  # resolve_model raises an error with suggestions
         if config.download:
             what = "a preset" if is_preset(config.model) else "no name of the hub"
             warn(f"--download has no effect: --model {name} is {what}")
@@ -151,7 +151,7 @@ def _download(config: TrainConfig, weights: bool) -> None:
 
 
 def _vocab_size_of_data(config: TrainConfig) -> int:
-    """Number of ids in the headers of the training and validation files."""
+    """The largest vocabulary size in the headers of the training and validation files."""
     try:
         sizes = _known_sizes(config)
     except DataError as error:
@@ -165,7 +165,7 @@ def _vocab_size_of_data(config: TrainConfig) -> int:
 
 
 def _known_sizes(config: TrainConfig) -> set[int]:
-    """Vocabularies of a run's token files; DataError for one that is missing or damaged."""
+    """Vocabulary sizes in a run's token files; DataError for a missing or damaged file."""
     own = [config.eval_pattern] if config.validates and not config.splits else []
     own += config.eval_sets.values()
     files = open_token_files([*config.train_patterns, *own])
@@ -173,9 +173,9 @@ def _known_sizes(config: TrainConfig) -> set[int]:
 
 
 def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) -> str | None:
-    """A line about a new model whose vocabulary differs from the data's; None if they agree, or no
-    file is there yet. trains: True if the model is trained on these data: ConfigError if it has
-    fewer ids."""
+    """A line about a new model whose vocabulary is too small or much too large for the data; None
+    if sizes agree or no file exists yet. trains: True if these data train the model: a too small
+    vocabulary is a ConfigError then."""
     if not config.from_scratch or config.vocab_size == AUTO:
         return None
     try:
@@ -201,17 +201,17 @@ def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) ->
 
 
 # ------------------------------------------------------------------------------------------------
-# Its tokenizer
+# The tokenizer of a run
 
 
-SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer is tried
+SAMPLE_TOKENS = 20_000  # tokens of training text on which an exported tokenizer is tried
 
 
 def agreed_tokenizer(
     config: TrainConfig, model_dir: Path | None, checkpoint: Path | None = None
 ) -> TokenizerId | None:
-    """Identity of the tokenizer of the training data, from the files, the model and the checkpoint.
-    DataError if two of these differ, without --allow-other-tokenizer."""
+    """Identity of the training data's tokenizer, as token files, model and checkpoint record it.
+    DataError if two of them differ, unless --allow-other-tokenizer is given."""
     found = [(what, made) for what, made in _of_files(config) if made is not None]
     data = found[0][1] if found else None
     if model_dir is not None and not config.from_scratch:
@@ -241,7 +241,7 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
 
 
 def lost_tokenizer(config: TrainConfig, made: TokenizerId | None, source: str | None) -> str | None:
-    """The warning if the tokenizer of the data is known, but its files are nowhere."""
+    """A warning if the data's tokenizer is known, but its files were not found; else None."""
     if made is None or source is not None:
         return None
     folder = find_token_files(config.train_patterns[0])[0].parent / "tokenizer"
@@ -262,7 +262,8 @@ def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
 
 
 def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> None:
-    """DataError if two things, which `one` and `other` name, are of different tokenizers."""
+    """DataError if two things have different tokenizers. one, other: names of the things. its,
+    others: identities of their tokenizers."""
     if its.fingerprint != others.fingerprint:
         raise DataError(
             f"{one} is of the tokenizer {its}, but {other.split(': ')[-1]} of {others}: tokenize "
@@ -274,9 +275,9 @@ def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> N
 def with_tokens_of(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> ModelConfig:
-    """A new model's configuration with the special tokens of its data's tokenizer, unless model_dir
-    is of that tokenizer, or it is unknown. Every model that is trained on conversations also stops
-    at the end of a turn."""
+    """A new model's configuration with the special tokens of the data's tokenizer, unless this
+    tokenizer is model_dir's or is unknown. A model trained on conversations also gets the id that
+    ends a turn as an id that ends texts."""
     if config.from_scratch:
         model = _with_tokens(model, model_dir, made)
     for pattern in config.train_patterns:
@@ -303,8 +304,8 @@ def _with_tokens(
 def tokenizer_source(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> str | None:
-    """Place of a run's tokenizer: "bytes", a directory, or None if unknown. The model's wins; for
-    conversations the copy beside the token files, which has the chat template."""
+    """Place of a run's tokenizer: "bytes", a directory, or None if unknown. The model's directory
+    comes first; for conversations the copy beside the token files, which has the chat template."""
     first = config.train_patterns[0]
     files = find_token_files(first) or [Path(first)]
     if made is None and config.vocab_size is not None:
@@ -322,8 +323,9 @@ def tokenizer_source(
 
 
 def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[str]:
-    """A line to warn of if transformers' tokenizer of an exported model makes other ids of a sample
-    of the training text. source: where the training's tokenizer is."""
+    """A warning if transformers' tokenizer, loaded from an exported model, makes other ids of a
+    sample of the training text; else []. directory: the exported model. source: place of the
+    training data's tokenizer."""
     try:
         file = TokenFile(find_token_files(train_file)[0])
         ids = file.read_tokens(0, min(file.num_tokens, SAMPLE_TOKENS))

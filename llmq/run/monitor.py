@@ -1,5 +1,5 @@
-"""The lines of a run about its card and its steps: names, speed of light, what each reached,
-and experts that no token meets.
+"""The lines of a run about its card and its steps: system, speed of light, results of each step,
+and experts without tokens.
 """
 
 import time
@@ -50,15 +50,15 @@ def system_lines(record: dict[str, Any]) -> list[str]:
     ]
 
 
-# The formats of `peaks`, in its order, by their name on data sheets.
+# The formats of the values of `peaks`, in order, and their names on data sheets.
 _NAMES = {"fp32": "TF32", "bf16": "BF16", "e4m3": "FP8", "int8": "INT8"}
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedOfLight:
-    """The most tokens per second that a card's data sheet allows. peaks: TFLOP/s by format.
-    formats: of products of the blocks and of the LM head, and of attention. nanoseconds: per token,
-    over all GPUs."""
+    """The most tokens per second that a card's data sheet allows. flops: FLOPs per token. peaks:
+    TFLOP/s by format. formats: of the products of the blocks, of the LM head, and of attention.
+    nanoseconds: least time per token of all GPUs together."""
 
     flops: FlopsPerToken
     peaks: dict[str, float]
@@ -67,17 +67,17 @@ class SpeedOfLight:
 
     @property
     def tokens_per_second(self) -> int:
-        """llm.q's rounding."""
+        """Most tokens per second, rounded down as in llm.q."""
         return 1_000_000_000 // self.nanoseconds
 
     def percent(self, tokens: int, milliseconds: float) -> float:
-        """Percentage of the peak that a step of `tokens` tokens reached."""
+        """Speed of a step with `tokens` tokens, in percent of the speed of light."""
         return 100.0 * self.nanoseconds * tokens / (milliseconds * 1e6)
 
     def record(self) -> dict[str, Any]:
         """Fields of the `sol` record: FLOPs per token, tokens per second, TFLOP/s."""
         rates = {f"{_NAMES[name].lower()}_peak": peak for name, peak in self.peaks.items()}
-        rates["fp16_peak"] = self.peaks["bf16"]  # the same on every card of the table
+        rates["fp16_peak"] = self.peaks["bf16"]  # equal on every card in the table
         return asdict(self.flops) | {"tps": self.tokens_per_second} | rates
 
     def lines(self, measured: float | None) -> list[str]:
@@ -105,7 +105,7 @@ def speed_of_light(
 ) -> SpeedOfLight | None:
     """The speed of light of a run.
 
-    None for a card whose peak is not known, and for a model of less than a nanosecond a token.
+    None for a card with unknown peak, and for a model that takes less than 1 ns per token.
     """
     found = peaks(device_name)
     if found is None:
@@ -129,9 +129,9 @@ PRODUCT_SECONDS = 0.1
 def measured_peak(
     dev: Device, sizes: Sequence[int] = PRODUCT_SIZES, seconds: float = PRODUCT_SECONDS
 ) -> float | None:
-    """TFLOP/s of a large BF16 product of random numbers; takes about three times `seconds`; None if
-    unsupported. sizes: M, N and K; the first that fits into memory counts. Uses the device's stack
-    below the high-water mark of a step. Not for steady state: it synchronizes."""
+    """TFLOP/s of a large BF16 product of random numbers; None on the CPU, or without memory. sizes:
+    candidates for M = N = K; the first one that fits counts. Takes about three times `seconds`.
+    Uses the device's stack below the high-water mark of a step, and synchronizes the device."""
     if dev.kind != "cuda":
         return None
     library = align_up(dev.spec.library_workspace)
@@ -156,7 +156,7 @@ def measured_peak(
             dev.synchronize()
             return (time.perf_counter() - start) / count
 
-        products(1)  # loads and tunes
+        products(1)  # loads and tunes the kernel
         count = max(1, int(seconds / products(3)))
         return 2 * n**3 / products(count) / 1e12
 
@@ -166,7 +166,7 @@ def measured_peak(
 
 
 class StepReports(Callback):
-    """Reports each step on the console, in the live view and in the log, which it closes."""
+    """Reports each step on the console, in the live view and in the log; closes view and log."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, sol: SpeedOfLight | None):
         self._trainer, self._reporter, self._sol = trainer, reporter, sol
@@ -175,7 +175,7 @@ class StepReports(Callback):
         computed, tokens = self._trainer.tokens_of(step.ticket)
         sol = self._sol and self._sol.percent(computed, step.ms)
         self._reporter.train_step(step, tokens, sol)
-        if step.number == 0:  # all products have been tuned
+        if step.number == 0:  # the first step has tuned all products
             chosen = self._trainer.ranks.run_first(
                 "choices", lambda rank: (rank.dev.fast_products(), rank.dev.choices())
             )
@@ -217,21 +217,21 @@ class TimeBreakdown(Probe):
 
 
 STEPS = 1000
-"""Steps in a row without a token, after which an expert counts as idle."""
+"""Number of steps in a row without a token after which an expert counts as idle."""
 SHOWN = 8
-"""Most experts that a line names."""
+"""Most experts that a warning names."""
 
 
 class IdleExperts(Callback):
-    """Names experts without tokens. They are not trained, and routers rarely choose them again
-    without a load-balancing loss. Counts are read every `every` steps."""
+    """Warns of experts without tokens. Such experts are not trained, and without a load-balancing
+    loss routers rarely choose them again. The counts of tokens are read every `every` steps."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, every: int = STEPS):
         self._trainer, self._reporter, self._every = trainer, reporter, every
         self._before: np.ndarray | None = None
 
     def on_step(self, step: StepDone) -> None:
-        """Waits for the devices where it looks."""
+        """Every `every` steps, compare the counts of tokens, which waits for the devices."""
         if self._trainer.model.experts is None or (step.number + 1) % self._every:
             return
         counts = self._counts()
@@ -249,7 +249,7 @@ class IdleExperts(Callback):
             )
 
     def _counts(self) -> np.ndarray:
-        """int64 (layers with experts, E): the tokens of all ranks since the run began."""
+        """Tokens per expert of all ranks since the run began, int64 (layers with experts, E)."""
         experts = self._trainer.model.experts.count
 
         def counts(rank: Rank) -> np.ndarray:

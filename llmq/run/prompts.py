@@ -32,8 +32,8 @@ FLAG = "--prompts"
 
 
 class Prompt(NamedTuple):
-    """A prompt of a file. record: the file's record. ids: the model's input. talk: chat whose
-    template made ids; None: ids of a text."""
+    """A prompt of a file. record: its record in the file. ids: the model's input. talk: chat whose
+    template made the ids; None: the ids are of a text to continue."""
 
     record: dict[str, Any]
     ids: list[int]
@@ -97,10 +97,10 @@ def read_prompts(
     chat: bool,
     begin: Callable[[], Conversation],
 ) -> list[Prompt]:
-    """The prompts of a file of records: `prompt` is a text to be continued, or with `chat` what the
-    user says; `messages`, or such a list as `prompt`, are a conversation to be answered. begin: a
-    new chat. ConfigError for a file without prompts, LlmqError, which names the record, for one
-    that is no prompt, or too long."""
+    """The prompts of a file of records. A text `prompt` is continued, or with `chat` answered as a
+    user's message; a list of messages (`messages` or `prompt`) is a conversation to answer. begin:
+    makes a new chat. ConfigError for a file without prompts. LlmqError, which names the record, for
+    a malformed or too long prompt."""
     try:
         check_readable(path)
         layout = json_layout(str(path))
@@ -128,8 +128,8 @@ def read_prompts(
 def _ids(
     given: object, tokenizer: Tokenizer, config: ModelConfig, talk: Conversation | None
 ) -> list[int]:
-    """The ids of a prompt, which is a text or a list of messages; of a list `talk` has the
-    template."""
+    """The ids of a prompt. given: a text, or a list of messages. talk: chat with the template for
+    messages; None for a text to continue."""
     if isinstance(given, str) and talk is None:
         return prompt_ids(tokenizer, config, given, flag=FLAG)
     if isinstance(given, str):
@@ -144,7 +144,8 @@ def _ids(
 
 
 def in_order(found: Iterator[tuple[int, Completion]]) -> Iterator[tuple[int, Completion]]:
-    """Completions by their indices, each as soon as those before it are there."""
+    """Sort completions (index, completion) by index; yield each as soon as all earlier ones have
+    come."""
     held, following = {}, 0
     for index, made in found:
         held[index] = made

@@ -1,4 +1,4 @@
-"""Ranks of this process: each is a device and its step, in a thread."""
+"""The ranks of this process. A rank is a device with its step, driven by a thread."""
 
 import operator
 import threading
@@ -56,15 +56,15 @@ class Rank:
     """Objects of one rank, used in the rank's thread only, except for metadata."""
 
     def __init__(self, dev: Device, beat: Callable[[], None]):
-        """beat: called to show that a long command goes on."""
+        """beat: function to call during a long command, as a sign of life for the watchdog."""
         self.dev, self.beat = dev, beat
         self.step: Step
-        self.micro_step = 0  # the one that is being enqueued, for diagnosis
+        self.micro_step = 0  # number of the micro-step that is being enqueued, for diagnosis
 
     def warm_up(self, model: ModelConfig, seed: int) -> None:
-        """Do everything once without the other ranks, whatever comes out; capture all graphs.
-        Loading and tuning waits until the GPU is idle, some while holding a lock of the process,
-        which would deadlock where streams wait for other ranks."""
+        """Run a whole step once without the other ranks, ignoring its results; capture all graphs.
+        Loading and tuning kernels waits until the GPU is idle, sometimes under a lock of the
+        process. In a step whose streams wait for other ranks this would deadlock."""
         with silenced(self.dev), self.dev.without_graphs():
             self.step.weights.init(model, seed)
             rehearse(self.step)
@@ -72,14 +72,15 @@ class Rank:
         with self.dev.capture_only():
             rehearse(self.step)
             self.reset()
-            rehearse_evaluation(self.step)  # as before the first step
+            rehearse_evaluation(self.step)  # in the state before the first step
             self.dev.synchronize()
 
     def reset(self) -> None:
-        """Undo what steps change and loading weights does not."""
+        """Clear the state that steps change and that loading weights keeps: scale histories and
+        moments."""
         histories = self.step.extra_state().items()
         self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
-        self.step.load_extra_state({})  # as if there were none
+        self.step.load_extra_state({})  # the state of a checkpoint without histories
         self.step.optimizer.zero_moments()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
@@ -87,13 +88,13 @@ class Rank:
         return self.step.evaluate(self.counted(batches))
 
     def counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches, each one noted when it is taken."""
+        """Yield the batches; note the number of each, and give a sign of life."""
         for self.micro_step, batch in enumerate(batches):
             self.beat()
             yield batch
 
     def pieces(self, group: str) -> list[SlabPiece]:
-        """The pieces that this rank holds of a group of Step.state, or of the "gradients"."""
+        """This rank's pieces of a tensor group: a key of Step.state, or "gradients"."""
         state = self.step.state()
         if group != "gradients":
             return state[group]
@@ -105,7 +106,7 @@ class Rank:
         ]
 
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
-        """Write this rank's files of a checkpoint, each by a thread that hashes and writes."""
+        """Write this rank's files of a checkpoint; a thread for each file hashes and writes."""
         lock, groups = threading.Lock(), self.step.stored_state()
 
         def fetch(tensor: Tensor) -> np.ndarray:
@@ -119,9 +120,9 @@ class Rank:
             return list(pool.map(write, groups))
 
     def read(self, reader: CheckpointReader) -> None:
-        """Take this rank's part of a checkpoint of any number of ranks, in formats that were
-        checked; all ranks do. Moments of another rule begin anew."""
-        self.step.turn(max(reader.step - 1, 0))  # whose moments the checkpoint has
+        """Read this rank's part of a checkpoint of any number of ranks; its formats were checked
+        before. All ranks call this method. Moments of another optimizer rule begin anew."""
+        self.step.turn(max(reader.step - 1, 0))  # the checkpoint has the moments of this step
         optimizer = self.step.optimizer
         goes_on = reader.rule is type(optimizer.rule)
         moments = {*optimizer.moment_groups(), *optimizer.scale_groups(), *optimizer.matrix_states}
@@ -145,8 +146,8 @@ class Rank:
     def load(
         self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one. stored: the
-        files of blocks that are kept as codes."""
+        """Fill the weights; all ranks call this method. read: returns a whole parameter, or None
+        for a freshly initialized one. stored: files of blocks that are kept as codes."""
 
         def noted(fn: Callable[..., T]) -> Callable[..., T]:
             def call(*args: Any) -> T:
@@ -164,8 +165,8 @@ class Rank:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin what follows from the first weights: averages, magnitudes of adapters (DoRA), the
-        reference."""
+        """Derive state from the first weights: averages, magnitudes of adapters (DoRA), and the
+        reference model's weights."""
         options = self.step.options.model
         if options.lora_dora and options.adapter is None:
             self.step.model.begin_magnitudes()
@@ -173,9 +174,10 @@ class Rank:
             self.step.optimizer.begin_average(self.step.weights, moment)
 
     def exchange_average(self, moment: OptimizerState = AVERAGE, *, back: bool) -> None:
-        """Let the weights be their average, or FIRST, or give both back; all ranks do."""
+        """Exchange the weights with their average or with FIRST; back=True exchanges them back. All
+        ranks call this method."""
         if self.step.snapshot is not None:
-            self.step.snapshot.hold()  # whose thread may still copy from the device
+            self.step.snapshot.hold()  # its thread may still copy from the device
         self.step.optimizer.exchange_average(self.step.weights, moment, back=back)
 
 
@@ -183,13 +185,14 @@ class Rank:
 
 
 class Rounds:
-    """Rounds of an evaluation: all ranks take the same number of batches, even if the evaluation is
-    cut short, because batches have collectives.
+    """Rounds of an evaluation. All ranks take the same number of batches, even if the evaluation is
+    cut short, because every batch runs collectives.
     """
 
     def __init__(self, world: World, count: int, stopped: Callable[[], bool]):
-        """stopped: called before each batch. Once it returns True, ranks only catch up with each
-        other, and `cut` is True. Several processes decide together before each round.
+        """count: batches of each rank. stopped: called before each batch; once it returns True,
+        `cut` is True, and ranks only catch up with each other. Several processes decide together
+        before each round.
         """
         self.cut = False
         self._count, self._stopped = count, stopped
@@ -213,7 +216,8 @@ class Rounds:
             return True
 
     def _decide(self, taken: int, cut: bool) -> None:
-        """Decide whether a rank with `taken` batches continues. cut: this process's view."""
+        """Decide whether ranks go on after `taken` batches. cut: True if this process wants to
+        stop."""
         if self._world.several:
             if taken < self._decided:
                 return
@@ -224,7 +228,7 @@ class Rounds:
             self._count = max(self._taken.values())
 
 
-IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices
+IDLE_SECONDS = 2.0  # longest wait of a closing rank for the devices of other ranks
 
 
 class CutShort(Exception):
@@ -232,11 +236,12 @@ class CutShort(Exception):
 
 
 class Ranks:
-    """The ranks of this process, driven from one thread, which with one rank is that rank's thread.
+    """The ranks of this process. One thread drives them; a single rank runs in that thread.
 
-    Several processes drive their own, and make the same calls. An error in one rank stops all, and
-    is raised by every later call. world, world_size: of all processes. backend: attention's. pool:
-    runs the commands. links: measured links between GPUs, or None.
+    Each process of a run drives its own ranks, and all make the same calls. An error in one rank
+    stops all, and every later call raises it. world, world_size: all processes, and the number of
+    their ranks. backend: name of the attention backend. pool: threads that run the commands.
+    links: measured links between GPUs, or None.
     """
 
     def __init__(
@@ -247,12 +252,12 @@ class Ranks:
         model: ModelConfig,
         backend: str = "native",
     ):
-        """plan: of config. Raises LlmqError where the devices or their links do not serve."""
+        """plan: the plan of `config`. LlmqError for unsuitable devices or links between them."""
         self.world, self.world_size, self.backend = machine.world, machine.world_size, backend
         self._ranks: list[Rank | None] = [None] * self.world.count
         self._enqueued = 0
-        self._commands: dict[int, Command[int]] = {}  # the last RESULTS, by ticket
-        self._batches: dict[int, Sequence[Sequence[Batch]]] = {}  # theirs, if they are steps
+        self._commands: dict[int, Command[int]] = {}  # the last RESULTS commands, by ticket
+        self._batches: dict[int, Sequence[Sequence[Batch]]] = {}  # batches of steps, by ticket
         several = self.world.several
         self.pool = RankPool(
             self.world.count,
@@ -305,7 +310,7 @@ class Ranks:
 
     @property
     def first(self) -> Rank:
-        """The first one of this process."""
+        """The first rank of this process."""
         return self._ranks[0]
 
     def _waits(self, index: int) -> bool:
@@ -322,12 +327,12 @@ class Ranks:
         return f"micro-step {rank.micro_step}, last collective enqueued: {last}{waiting}"
 
     def run(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
-        """fn on every rank of this process, in its thread; the results by rank. name: for
-        diagnosis."""
+        """Call fn with every rank of this process, in the rank's thread. Returns the results by
+        rank. name: name of the command, for diagnosis."""
         return self.pool.run(name, fn, dict(enumerate(self._ranks)))
 
     def run_first(self, name: str, fn: Callable[[Rank], T]) -> T:
-        """fn on the first rank of this process."""
+        """Call fn with the first rank of this process."""
         return self.pool.run(name, fn, {0: self.first})[0]
 
     # -- steps -----------------------------------------------------------------------------------
@@ -357,11 +362,11 @@ class Ranks:
         return ticket
 
     def batches_of(self, ticket: int) -> Sequence[Sequence[Batch]]:
-        """Batches of this process for the step with this ticket, one of the last RESULTS."""
+        """Batches of this process, by rank, for the step with this ticket (of the last RESULTS)."""
         return self._batches[ticket]
 
     def padding_of(self, ticket: int) -> int:
-        """Positions of all ranks in that step that reports do not count, see Batch."""
+        """Padding positions of all ranks in the step with this ticket; see Batch."""
         own = sum(batch.padding for batches in self._batches[ticket] for batch in batches)
         return sum(self.world.gather(own)) // self.first.dev.mesh.size("context")
 
@@ -373,7 +378,7 @@ class Ranks:
         return self.run_first("waiting", lambda rank: rank.step.result(command.results[0]))
 
     def evaluate(self, batches: Sequence[Iterable[Batch]]) -> Result:
-        """The mean loss over the batches of all ranks; each rank's thread takes its own."""
+        """The mean loss over the batches of all ranks. batches: for each rank of this process."""
         calls = {i: partial(rank.evaluate, batches[i]) for i, rank in enumerate(self._ranks)}
         command = self.pool.post("evaluation", operator.call, calls)
         self._ticket(command)
@@ -386,9 +391,10 @@ class Ranks:
         work: Callable[[Rank, int, Batch], T],
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[T] | None:
-        """Results of work(rank, index, batch) for all batches, on all processes. Ranks work at the
-        same time; a rank without a batch gets an empty one, with index -1, for the collectives.
-        stopped: called before each batch; if it returns True, the result is None."""
+        """Divide batches among all ranks. Returns the results of work(rank, index, batch) by batch,
+        on all processes. A rank without a batch gets an empty one, with index -1, to take part in
+        the collectives. stopped: called before each batch; if it returns True, the result is
+        None."""
         several = self.first.dev.mesh.size(*DATA)
         rounds = Rounds(self.world, -(-len(batches) // several), stopped)
         found: dict[int, T] = {}
@@ -413,13 +419,13 @@ class Ranks:
     def generate(
         self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False
     ) -> list[Completion]:
-        """The completions of these requests, on all processes, in the memory of the step's
-        activations; each rank makes an equal part. stopped: asked before each token; CutShort once
-        it says yes. ConfigError where a step has too little memory. LlmqError for predictions that
-        are no numbers."""
+        """Complete the requests in the memory of the step's activations; each rank makes an equal
+        part, and all processes get all completions. stopped: called before each token; CutShort
+        once it returns True. ConfigError if that memory is too small. LlmqError for predictions
+        that are NaN."""
         part, sizes = -(-len(requests) // self.world_size), self._generation
         found: dict[int, Completion] = {}
-        failed: list[LlmqError] = []  # which stop no rank: the weights are damaged, not the run
+        failed: list[LlmqError] = []  # raised at the end: damaged weights must stop no rank
 
         def goes_on() -> bool:
             self.pool.beat()
@@ -461,9 +467,9 @@ class Ranks:
 
     @contextmanager
     def time_parts(self) -> Iterator[list[list[tuple[str, float]]]]:
-        """Within the block, time the parts of what runs: afterwards name and milliseconds, by rank.
+        """Time the parts of all work within the block, which runs without graphs.
 
-        Runs without graphs.
+        Yields a list for each rank; after the block it holds (name, milliseconds) of each part.
         """
         stacks = {rank: ExitStack() for rank in self.world.local}
 
@@ -479,8 +485,8 @@ class Ranks:
     # -- state -----------------------------------------------------------------------------------
 
     def write(self, directory: Path, step: int) -> tuple[CheckpointWriter, list[FileEntry]]:
-        """Write the files of all ranks, in parallel. Returns the writer that commits them, and
-        their entries. After a DiskError the ranks go on, without this checkpoint.
+        """Write the files of all ranks, in parallel. Returns the writer that commits the files, and
+        the files' entries. After a DiskError the ranks go on, without this checkpoint.
         """
         size = self.world_size
         writers = {r: CheckpointWriter(directory, step, r, size) for r in self.world.local}
@@ -509,24 +515,23 @@ class Ranks:
 
     @property
     def snapshots(self) -> dict[int, Snapshot]:
-        """Copies of the state of this process's ranks, with --ckpt-background."""
+        """Copies of the state of this process's ranks, by rank, for --ckpt-background."""
         return {rank.dev.mesh.rank: rank.step.snapshot for rank in self._ranks}
 
     def extra_state(self) -> dict[str, Any]:
-        """The values that a checkpoint's manifest holds: the same on all ranks."""
+        """The values for a checkpoint's manifest, which are the same on all ranks."""
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
     def load(
         self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Load the weights. read: returns a whole parameter, None: initialize it; stored: files of
-        blocks that are kept as codes. All threads call both."""
+        """Load the weights. read, stored: see Rank.load; the threads of all ranks call them."""
         self.run("loading weights", lambda rank: rank.load(read, stored))
 
     def read_param(self, group: str, param: Param, *, to_all: bool = True) -> np.ndarray:
-        """A host copy of one whole parameter, padding included; only one is in memory.
+        """A host copy of one whole parameter, with padding.
 
-        All processes call it, and get it, or only the first does.
+        All processes call this method. to_all: all get the copy; else only the first process.
         """
         name = f"reading {param.name}"
         of_ranks = self.run(name, lambda rank: parts_of(rank.dev, param, rank.pieces(group)))
@@ -535,8 +540,8 @@ class Ranks:
         return assemble(param, parts) if to_all or self.world.first else np.empty(0)
 
     def first_reads(self, fn: Callable[[Callable[[Param], np.ndarray]], T]) -> T:
-        """fn(read) on the first process, where read(param) gives a whole parameter; the others take
-        part."""
+        """Call fn(read) on the first process; read(param) returns a whole parameter. The other
+        processes send their parts meanwhile."""
 
         def read(param: Param) -> np.ndarray:
             self.world.share(param)
@@ -553,13 +558,12 @@ class Ranks:
         return self.world.on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
-        """Call as `run` does, with the results of the ranks of all processes, which must be
-        picklable."""
+        """Like `run`, but returns the results of all processes' ranks, which must be picklable."""
         results = self.world.gather(self.run(name, fn))
         return [result for of_process in results for result in of_process]
 
     def close(self) -> None:
-        """Free the devices and end the threads. Once more changes nothing."""
+        """Free the devices and end the threads. A second call changes nothing."""
         idle = threading.Barrier(self.world.count)
 
         def close(index: int) -> None:
@@ -573,7 +577,7 @@ class Ranks:
                     idle.wait(IDLE_SECONDS)
                 if rank is not None:
                     rank.dev.close()
-                self._ranks[index] = None  # whose memory on the CPU goes with its last reference
+                self._ranks[index] = None  # the last reference: frees its memory on the CPU
 
         self.pool.close(close)
         self._commands.clear()

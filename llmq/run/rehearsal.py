@@ -10,7 +10,7 @@ from llmq.model.step import Step
 def rehearse(step: Step) -> None:
     """Do every kind of micro-step, evaluation and update once, over token 0.
 
-    A step of one micro-step may end an epoch, where no more are left.
+    This includes a step with a single micro-step, which may occur at the end of an epoch.
     """
     rehearse_evaluation(step)
     if step.options.model.only_scores:
@@ -25,11 +25,11 @@ def rehearse(step: Step) -> None:
         for kind in step.optimizer.rule.kinds:
             step.update(kind)
         rehearse_evaluation(step)
-        _rehearse_micro_step(step, 0, count)  # as the first one after an evaluation
+        _rehearse_micro_step(step, 0, count)  # the case of a first micro-step after an evaluation
 
 
 def rehearse_evaluation(step: Step) -> None:
-    """Evaluation directly after an update, and once more."""
+    """Evaluate twice: directly after an update, and after an evaluation."""
     step.weights.updated()
     step.evaluate([_nothing(step)] * 2)
 

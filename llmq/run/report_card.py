@@ -17,7 +17,7 @@ from llmq.options.options import TrainConfig
 from llmq.report.plot import figure_of, read_log, read_runs
 from llmq.text.show import first_documents
 
-WIDTH = 100  # of an answer in the text
+WIDTH = 100  # most characters of a question or an answer in card.txt
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body{{font:16px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}}
@@ -33,15 +33,15 @@ table{{border-collapse:collapse}}td,th{{padding:.2rem .8rem .2rem 0;text-align:l
 
 
 def held_out_prompts(patterns: Sequence[str], count: int, seq_len: int) -> list[str]:
-    """The questions of the first held-out documents, as text with special tokens: what stands in
-    front of the first trained token. Documents without a question, or with one that fills a
-    sequence, are passed over."""
+    """The questions of the first `count` held-out documents, as text with special tokens. A
+    question is the tokens before a document's first trained token. Documents without a question,
+    and questions that fill a sequence, are skipped."""
     found: list[str] = []
     for ids, mask, decoder in first_documents(patterns) if patterns else ():
         begin = int(np.argmax(mask)) if mask.any() else 0
         if 0 < begin < seq_len - 1:
             added, question = list(decoder.added[0]), ids[:begin].tolist()
-            if question[: len(added)] == added:  # a prompt gets these again
+            if question[: len(added)] == added:  # encoding a prompt adds these tokens again
                 question = question[len(added) :]
             text = decoder.decode(question)
             if text.strip() and text not in found:
@@ -53,7 +53,7 @@ def held_out_prompts(patterns: Sequence[str], count: int, seq_len: int) -> list[
 
 def write_card(out: Path, config: TrainConfig, about: Iterable[str]) -> None:
     """Print the card of a run that has ended, and write card.txt and card.html into `out`. about:
-    lines on data, model and steps, which head the card."""
+    first lines of the card, on data, model and steps."""
     records = read_log(Path(config.log_file))
     rows = [*(line.split(":", 1) for line in about), *_results(records)]
     rows = [(name.strip(), value.strip()) for name, value in rows]
@@ -78,7 +78,7 @@ def write_card(out: Path, config: TrainConfig, about: Iterable[str]) -> None:
 
 
 def _results(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Losses, time and energy, by the log."""
+    """Rows (name, value) of losses, time and energy, from the log's records."""
     losses = [
         r for r in records if r["log"] == "eval" and "name" not in r and r["loss"] is not None
     ]
@@ -107,7 +107,7 @@ def _results(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _answers(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Prompt, first and last answer of each sample of the log."""
+    """Each sampled prompt of the log with its first and its last answer."""
     by_prompt: dict[str, list[str]] = {}
     for record in records:
         if record["log"] == "sample":
@@ -116,7 +116,7 @@ def _answers(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _curve(log: Path) -> str:
-    """A picture of the run's losses as PNG, in base 64."""
+    """The run's loss curve as a PNG picture in base 64."""
     picture = io.BytesIO()
     figure_of(read_runs([log], "step"), "step").savefig(picture, format="png")
     return base64.b64encode(picture.getvalue()).decode()

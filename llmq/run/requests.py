@@ -14,10 +14,10 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.world import World
 
 SAVE_NOW = "save-now"  # name of a file in --checkpoint-dir that asks for a checkpoint
-LOOK_SECONDS = 1.0  # between two looks for the file: the directory may be far away
-BYTES_PER_SECOND = 100e6  # of a save, until the first one was timed
+LOOK_SECONDS = 1.0  # seconds between two looks for the file: a network directory may be slow
+BYTES_PER_SECOND = 100e6  # assumed speed of a save, until the first save was timed
 SAVE_MARGIN = 1.5  # a save may take this much longer than the longest one so far
-SPARE_SECONDS = 2.0  # for the end of the process
+SPARE_SECONDS = 2.0  # seconds for the end of the process
 
 
 class Requests(Callback):
@@ -30,9 +30,9 @@ class Requests(Callback):
     def __init__(
         self, config: TrainConfig, checkpoint_bytes: int, start: float, world: World = World()
     ):
-        """checkpoint_bytes: size of a checkpoint, from which the first save's time is guessed.
-        start: begin of the run, of time.monotonic(); --max-hours counts from there, or from the
-        first attempt of --restarts."""
+        """checkpoint_bytes: size of a checkpoint, for a guess of the first save's duration. start:
+        time.monotonic() at the start of the run. --max-hours counts from `start`, or from the first
+        attempt of --restarts."""
         self._config, self._world = config, world
         self._attempt = time.monotonic()
         self._begin = float(os.environ.get(SUPERVISED, start))
@@ -40,13 +40,14 @@ class Requests(Callback):
         self._save_seconds = checkpoint_bytes / BYTES_PER_SECOND
         self._step_seconds = 0.0
         self._save, self._first = SaveSignal(), FirstSignal()
-        self._agreed: int | None = None  # signal
-        self._over = self._all_over = False  # --max-hours is over here, on any process
+        self._agreed: int | None = None  # the ending signal that all processes know
+        self._over = self._all_over = False  # True once --max-hours is over: here; on any process
         self._told: set[str] = set()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A block in which signals are noted; only the main thread can."""
+        """Note signals within the block, instead of ending at once; without effect outside the main
+        thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -56,8 +57,8 @@ class Requests(Callback):
     # -- of this process -------------------------------------------------------------------------
 
     def for_checkpoint(self) -> str | None:
-        """The reason to write a checkpoint now; None without one. Only the first process looks at
-        the file and the clock."""
+        """The reason to write a checkpoint now, or None. Only the first process looks at the file
+        and the clock."""
         now, minutes = time.monotonic(), self._config.ckpt_every_minutes
         if self._save.taken():
             return "SIGUSR1"
@@ -67,7 +68,7 @@ class Requests(Callback):
             self._looked = now
             path = self._config.checkpoint_dir / SAVE_NOW
             if path.is_file():
-                with suppress(OSError):  # what cannot be removed would ask for ever
+                with suppress(OSError):  # ignore a file that cannot be removed: it would ask again
                     path.unlink()
                     return f"'{path}'"
         if minutes > 0 and now - self._attempt >= 60 * minutes:
@@ -75,11 +76,10 @@ class Requests(Callback):
         return None
 
     def for_end(self) -> bool:
-        """True from the moment on at which --max-hours leaves time for no more than a
-        checkpoint."""
+        """True as soon as --max-hours leaves only the time for a last checkpoint."""
         if self._config.max_hours > 0 and not self._over:
             left = self._begin + 3600 * self._config.max_hours - time.monotonic()
-            saves = 2 if self._config.ckpt_background else 1  # one may be under way
+            saves = 2 if self._config.ckpt_background else 1  # another save may be under way
             seconds = saves * self._save_seconds + 2 * self._step_seconds
             self._over = left < SAVE_MARGIN * seconds + SPARE_SECONDS
         return self._over
@@ -89,23 +89,23 @@ class Requests(Callback):
         return self._first.signum is not None or self.for_end()
 
     def on_step(self, step: StepDone) -> None:
-        """Note how long a step took: the next one may take as long."""
+        """Note the duration of a step as an estimate for the next step."""
         self._step_seconds = step.ms / 1000
 
     def save_took(self, seconds: float) -> None:
-        """A save has ended, failed, or begun in the background."""
+        """Note that a save has ended, failed, or begun in the background. seconds: its duration."""
         self._attempt = time.monotonic()
         self.write_took(seconds)
 
     def write_took(self, seconds: float) -> None:
-        """A checkpoint was written in the background."""
+        """Note the duration of a checkpoint's writing in the background."""
         self._save_seconds = max(self._save_seconds, seconds)
 
     # -- of all processes ------------------------------------------------------------------------
 
     @property
     def signum(self) -> int | None:
-        """The signal that asks for the end, if one came to any process."""
+        """The ending signal that some process has received, or None."""
         return self._agreed if self._world.several else self._first.signum
 
     @property
@@ -116,9 +116,9 @@ class Requests(Callback):
         return self._agreed is not None or self._all_over
 
     def agree(self, *, asks: bool = False) -> str | None:
-        """Exchange the requests that a process may see alone, between two steps. asks: also look
-        for a request for a checkpoint, which is returned. The first process prints the warnings of
-        all."""
+        """Exchange requests and warnings between processes, as each request may reach only one of
+        them. asks: also look for a request for a checkpoint, whose reason is returned. The first
+        process prints the warnings of all."""
         world = self._world
         asked = self.for_checkpoint() if asks else None
         if not world.several:

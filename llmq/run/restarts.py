@@ -25,20 +25,20 @@ from llmq.options.options import TrainConfig
 from llmq.run.sensors import Sensor
 from llmq.runtime.nvml import all_gpus, open_nvml
 
-PAUSES = 5.0, 300.0  # seconds before the first restart, doubled before each further, and at most
-POLL = 0.05  # seconds
+PAUSES = 5.0, 300.0  # seconds: first pause before a restart, doubled each time; longest pause
+POLL = 0.05  # seconds between looks for a signal during a pause
 
 
 def is_crash(status: int) -> bool:
-    """True if a run with this exit status (negative for a signal) may succeed in another attempt:
-    not after success (0), bad input (2), a signal that asks for the end, and --max-hours."""
+    """True if another attempt may succeed after this exit status, which is negative for a signal.
+    False for success (0), bad input (2), a signal that asks for the end, and --max-hours."""
     asked = [*ending_signals(), signal.SIGHUP]
     ends = {0, LlmqError.STATUS, OutOfTime.STATUS, *(128 + signum for signum in asked)}
     return status not in ends and -status not in asked
 
 
 def in_words(status: int) -> str:
-    """The end of a process, in words."""
+    """A phrase that says how a process with this exit status ended."""
     if status < 0:
         with suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
@@ -50,11 +50,11 @@ def in_words(status: int) -> str:
 def supervise(
     command: Sequence[str], config: TrainConfig, restarts: int, pauses: Sequence[float] = PAUSES
 ) -> int:
-    """Run the command again after each crash, at most `restarts` times; the exit status. command:
-    of `llmq train`, whose last options win. pauses: seconds before the first restart, and at most.
-    Ending signals and SIGUSR1 are passed on."""
+    """Run the command, and again after each crash, at most `restarts` times. Returns the last exit
+    status. command: `llmq train` with options; appended options override earlier ones. pauses: see
+    PAUSES. The run receives ending signals and SIGUSR1 of this process."""
     gpus, before, pause = _gpus(), _Before(config), pauses[0]
-    shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
+    shared = ["--restarts=0", f"--log-file={config.log_file}"]  # a default name contains the time
     more: list[str] = []
     with _Run() as run:
         end = run.begin + 3600 * config.max_hours if config.max_hours > 0 else math.inf
@@ -87,9 +87,9 @@ def _tell(text: str) -> None:
 
 
 def _gpus() -> list[Sensor]:
-    """Sensors of the machine's GPUs, whose errors count from now on; none without NVML."""
+    """Sensors of the machine's GPUs, which report errors from now on; [] without NVML."""
     found: list[Sensor] = []
-    with suppress(Exception):  # no module, no library, no driver: each its own class
+    with suppress(Exception):  # missing module, library or driver: unrelated error classes
         gpus = enumerate(all_gpus(open_nvml()))
         found = [Sensor(gpu, f"GPU {index}") for index, gpu in gpus if gpu is not None]
     _new_errors(found)
@@ -102,7 +102,7 @@ def _new_errors(gpus: Sequence[Sensor]) -> list[str]:
 
 
 class _Before:
-    """The files in the places of a run before it was first started."""
+    """The checkpoints and the log in the places of a run before its first attempt."""
 
     def __init__(self, config: TrainConfig):
         self._config = config
@@ -115,19 +115,19 @@ class _Before:
         return {}
 
     def made(self) -> set[Path]:
-        """Checkpoints that were written since then."""
+        """Checkpoints that were written since the first attempt began."""
         now = self._found().items()
         return {path for path, stamp in now if self._manifests.get(path) != stamp}
 
     def arguments(self) -> list[str]:
-        """The arguments that the next attempt gets beside the command."""
-        on = ["--no-overwrite", f"--continue={NEWEST}"]  # the files there are now the run's own
+        """The arguments that the next attempt appends to the command."""
+        on = ["--no-overwrite", f"--continue={NEWEST}"]  # the run's places hold its own files now
         if self.made():
             return [*on, "--no-new-data"]
         if self._config.continue_from is not None:
-            return []  # the first checkpoint is there, and no file of the run
-        # A log is begun when others' things were moved out of the way. Before that, a checkpoint
-        # that is there may be another run's.
+            return []  # begin again from the user's checkpoint
+        # A changed log proves that other runs' files were moved aside. Before that, a checkpoint
+        # in the run's place may belong to another run.
         return on if _stamp(self._config.log_file) != self._log else []
 
 
@@ -140,9 +140,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 class _Run:
-    """The process of the run, in a process group of its own; passes signals on. signum: first
-    signal that ends the run. begin: time.monotonic() of the first attempt. If the parent is killed,
-    the run ends, too."""
+    """The process of the run, in its own process group; passes signals on to it. signum: first
+    ending signal that this process received, or None. begin: time.monotonic() at the first attempt.
+    If the parent is killed, the run ends, too."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()
@@ -166,16 +166,16 @@ class _Run:
             self._process.send_signal(signum)
 
     def wait(self, command: list[str]) -> int:
-        """Run a command to its end; its status."""
+        """Run a command to its end; return its exit status."""
         process = subprocess.Popen(
             command,
             env=os.environ | {SUPERVISED: str(self.begin)},
             process_group=0,
-            # After it the run writes a checkpoint.
+            # The run gets SIGTERM when its parent dies, and then writes a checkpoint.
             preexec_fn=partial(signal_from_parent, signal.SIGTERM),
         )
         self._process = process
-        if self.signum is not None:  # it came meanwhile
+        if self.signum is not None:  # a signal came before self._process was set
             process.send_signal(self.signum)
         try:
             return process.wait()
@@ -183,7 +183,7 @@ class _Run:
             self._process = None
 
     def sleeps(self, seconds: float) -> bool:
-        """Sleep; True if a signal that asks for the end came meanwhile."""
+        """Sleep; return True if an ending signal came meanwhile."""
         end = time.monotonic() + seconds
         while self.signum is None and time.monotonic() < end:
             time.sleep(POLL)

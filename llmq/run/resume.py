@@ -1,9 +1,9 @@
-"""Options and log of a continued run, and their differences from the checkpoint's.
+"""Options and log of a continued run, and the options that differ from the checkpoint's run.
 
-A run of several --seq-len has stages of one length each. A stage has its own plan, graphs and order
-of the data, and continues from the last checkpoint of the stage before. All stages have the same
-tokens in a micro-step: --batch-size counts the longest sequences. Steps, learning rate and moments
-continue.
+A run with several sequence lengths has stages of one length each. A stage has its own plan, graphs
+and order of the data, and continues from the previous stage's last checkpoint with its steps,
+learning rate and moments. Micro-steps of all stages have the same number of tokens: --batch-size
+counts the longest sequences.
 """
 
 from __future__ import annotations
@@ -41,28 +41,30 @@ from llmq.runtime.world import World
 
 
 class Stage(NamedTuple):
-    """The options of a stage, and its steps [first, stop) of the run; stop: None of the last."""
+    """The options of a stage, and its steps [first, stop) of the run. stop: None for the last
+    stage."""
 
     config: TrainConfig
     first: int
     stop: int | None
 
     def resumed(self, step: int) -> Stage:
-        """The stage as --continue goes on with a checkpoint of this step: at the first step of the
-        stage, its data begin."""
+        """The stage when --continue goes on from a checkpoint of `step`; at the stage's first step
+        its data begin anew."""
         begins = step == self.first > 0
         config = replace(self.config, new_data=begins or self.config.new_data)
         return self._replace(config=config)
 
     def following(self) -> Stage:
-        """The stage as it follows the one before in the same run, whatever --continue named: it
-        goes on from the checkpoint of its first step, which the stage before has just written."""
+        """The stage when it follows the previous stage in the same process. It continues from the
+        checkpoint that the previous stage has just written, not from the user's --continue."""
         config = replace(self.config, continue_from=str(self.first))
         return self._replace(config=config).resumed(self.first)
 
 
 def stages_of(config: TrainConfig) -> list[Stage]:
-    """The stages of a run, one where there is one length. config: normalized, of any stage."""
+    """The stages of a run; a single one without --seq-stages. config: normalized options of any
+    stage."""
     if config.seq_stages is None:
         return [Stage(config, 0, None)]
     stages, first, share = [], 0, 0.0
@@ -78,13 +80,14 @@ def stages_of(config: TrainConfig) -> list[Stage]:
 
 
 def of_longest(config: TrainConfig) -> TrainConfig:
-    """The options of a stage as the options of its run, which counts the longest sequences."""
+    """The options of the run to which a stage's options belong: --batch-size and --seq-len of the
+    longest sequences."""
     return replace(config, **_sizes_of_longest(asdict(config)))
 
 
 def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Batch sizes of a stage's options, by field, for the run's longest sequences; {} with one
-    length. Options that are missing or of another kind are left alone."""
+    """seq_len and batch_size, by field, that a stage's options mean for the run's longest
+    sequences. {} with one length, and if these options are missing or malformed."""
     stages, *sizes = (options.get(name) for name in ("seq_stages", "seq_len", "batch_size"))
     if not isinstance(stages, str) or not all(type(size) is int for size in sizes):
         return {}
@@ -95,8 +98,8 @@ def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
 def left_stages(
     config: TrainConfig, model: ModelConfig, checkpoint: Path | None, world: World
 ) -> list[Stage]:
-    """The stages that are left at a checkpoint. LlmqError if a stage cannot run, so that the error
-    comes first. All processes call this function."""
+    """The stages that remain after a checkpoint. Plans each of them, so that LlmqError for a stage
+    that cannot run comes before training. All processes call this function."""
     if config.seq_stages is None:
         return stages_of(config)
     step = None if checkpoint is None else read_manifest(checkpoint / MANIFEST)["run"]["step"]
@@ -110,14 +113,14 @@ def left_stages(
 _PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
 _WRITTEN = ("out_dir", "checkpoint_dir", "log_file", "tensorboard", "wandb")
 _FOUND_BY = ("continue_from", "name", "checkpoint_dir")
-_FIXED = ("from_scratch", "init_proj_to_zero")  # of the weights that a run begins with
+_FIXED = ("from_scratch", "init_proj_to_zero")  # options that only the first weights depend on
 
 
 def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[str, Any]:
-    """The options of the checkpoint that --continue names, by field, that are not as by default or
-    implied; {} without one. given: what the user has set. world: whose processes all call this
-    function. ConfigError for what cannot be changed, and for --continue with nothing to begin
-    with."""
+    """The options of the checkpoint that --continue names, by field, without default and implied
+    values; {} without a checkpoint. given: options that the user has set. world: its processes all
+    call this function. ConfigError for options that cannot be changed, and if neither checkpoint
+    nor options say what to run."""
     spec = given.get("continue_from")
     compare({OPTIONS[name].flag: given.get(name) for name in _FOUND_BY}, ConfigError, world)
     if spec is None:
@@ -140,10 +143,10 @@ def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[
     saved, owner = _known(saved_options(document), checkpoint), RunId.of(document["run"])
     homes = [directory, TrainConfig(name=saved.get("name", "")).normalized().checkpoint_dir]
     is_home = checkpoint.resolve().parent in [home.resolve() for home in homes]
-    # Before what may differ is looked at.
+    # All processes meet here, before checks that may differ between them.
     last = saved.get("log_file") if is_home else None
     log = last and world.on_first(lambda: log_of_run(owner, Path(last)))
-    saved.pop("adapter", None)  # the checkpoint has gone on from it
+    saved.pop("adapter", None)  # the checkpoint has trained these adapters further
     for name in _FIXED:
         if name in given and given[name] != saved.get(name, given[name]):
             raise ConfigError(
@@ -155,7 +158,7 @@ def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[
     if "seq_len" in given:  # one length replaces all stages of the run
         inherited.pop("seq_stages", None)
     if given.get("new_data") and "data_order" not in document["options"]:
-        inherited.pop("data_order", None)  # of the version, and of no user
+        inherited.pop("data_order", None)  # an old version's default, not the user's choice
     if not is_home:
         _forget_places(given, inherited, checkpoint)
     if given.get("name", owner.name) != owner.name:
@@ -169,9 +172,9 @@ _COURSE = ("final_lr_fraction", "cooldown")
 
 
 def _same_course(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's schedule options where --lr-schedule names the same schedule again: the
-    continued run keeps its learning rates, though an older version had another default of
-    --final-lr-fraction."""
+    """The checkpoint's schedule options if the user gives the same --lr-schedule again; else {}. So
+    a run of an older version, with another default of --final-lr-fraction, keeps its learning
+    rates."""
     if given.get("lr_schedule") is None or given["lr_schedule"] != saved.get("lr_schedule"):
         return {}
     course = {name: saved[name] for name in _COURSE if name in saved}
@@ -184,8 +187,8 @@ def _same_course(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str
 
 
 def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoint: Path) -> None:
-    """Drop where a checkpoint's run wrote: one that lies elsewhere may be anybody's, and does not
-    choose where this run writes."""
+    """Drop the output places in the options of a checkpoint outside this run's places: a foreign
+    checkpoint must not choose where this run writes."""
     there = {name: inherited.pop(name) for name in _WRITTEN if name in inherited}
     lost = [flag(name, value) for name, value in there.items() if name not in given]
     if lost:
@@ -196,7 +199,7 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
 
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Saved options that this version knows, without options of a single command."""
+    """Saved options that this version knows, without options that hold for one command only."""
     saved = current_options(saved, f"checkpoint '{checkpoint}': ")
     unknown = sorted(saved.keys() - {field.name for field in fields(TrainConfig)})
     if unknown:
@@ -205,7 +208,8 @@ def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_fork(given: Mapping[str, Any], inherited: dict[str, Any], parent: RunId) -> None:
-    """ConfigError if the fork would write to a place of its parent's that has no name in it."""
+    """ConfigError if the fork would inherit its parent's explicit --out-dir or
+    --checkpoint-dir."""
     for name in ("out_dir", "checkpoint_dir"):
         if name in inherited and name not in given:
             raise ConfigError(
@@ -215,7 +219,7 @@ def _check_fork(given: Mapping[str, Any], inherited: dict[str, Any], parent: Run
 
 
 def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
-    """The lines on a run that begins as a fork of another one now."""
+    """A line that names the parent of a run which begins now as a fork; else []."""
     if checkpoint is None or run.parent is None or run.owns(checkpoint_owner(checkpoint)):
         return []
     return [f"This is {run}, a fork of {run.parent}"]
@@ -237,7 +241,7 @@ _COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOpt
 
 
 class Changes(NamedTuple):
-    """Options that the checkpoint's run had other values of."""
+    """Lines about options whose values differ from those of the checkpoint's run."""
 
     numbers: list[str]
     """Lines about options that change results."""
@@ -252,9 +256,9 @@ def changed_options(
     *,
     new_data: bool = False,
 ) -> Changes:
-    """The options that were changed; those that change numbers by rounding only have one line
-    together. manifest: what its options lack is not compared. new_data: whether the data start
-    anew."""
+    """Compare the options with the checkpoint's. Options that only change rounding share one line.
+    manifest: the checkpoint's; options that it lacks are not compared. new_data: True if the data
+    start anew."""
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
     saved = current_options(
         {"optimizer": "adamw"} | manifest.options | seed, "the checkpoint: ", quiet=True
@@ -266,7 +270,7 @@ def changed_options(
     if config.final_lr_fraction != 1 or config.cooldown > 0 or 0 < config.warmup < 1:
         names += ["steps", "epochs"]  # the learning rate depends on when the run ends
     if not new_data:
-        names.remove("train_seed")  # the order is the checkpoint's, see below
+        names.remove("train_seed")  # no effect, as a line below says
     parts, parts_before = config.context_parallel, saved.get("context_parallel", 1)
     tokens, before = world_size // parts, saved_world_size // parts_before
     for name in ("batch_size", "seq_len", "grad_accumulation"):
@@ -312,7 +316,7 @@ def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
         return False
     try:
         then = None if saved[name] is None else OPTIONS[name].convert(saved[name])
-    except ConfigError:  # of another version
+    except ConfigError:  # a value that only another version knows
         return True
     return then != getattr(config, name)
 

@@ -1,5 +1,6 @@
-"""Rewards of samples: a user's function, or a class of environments that answer them, in processes
-of its own with a limit of time, or called here where a program hands the function itself."""
+"""Rewards of samples, from a user's function or from a user's class of environments that answer
+samples. Code of a file runs in worker processes with a time limit; a function that a program
+passes itself runs in this process."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ T = TypeVar("T")
 Function = Callable[[list[str], dict[str, Any]], Sequence[float | Mapping[str, float]]]
 Scores = list[dict[str, float]]
 REWARD = "reward"
-_BOUNDS = Bounds(seconds=1e6, memory=1 << 44, threads=True)  # Rewards has a limit of its own
+_BOUNDS = Bounds(seconds=1e6, memory=1 << 44, threads=True)  # Rewards itself limits the time
 _ENDED = "has ended its process"
-_START_SECONDS = 120.0  # to import what the function's file needs
+_START_SECONDS = 120.0  # longest time to import the function's file
 
 
 class Group(NamedTuple):
-    """The samples of a prompt. texts: the completions. record: of the prompt. where: the record's
-    place, for messages."""
+    """The samples of a prompt. texts: the completions. record: the prompt's record. where: place
+    of the record, for messages."""
 
     texts: list[str]
     record: dict[str, Any]
@@ -44,8 +45,9 @@ class RewardError(DataError):
 
 
 def components(found: Any, count: int) -> Scores | str:
-    """The components of each of `count` rewards, "reward" with what they are together: the
-    function's own "reward", else their sum. A sentence about what is wrong with them otherwise."""
+    """The components of each reward, from a function's result `found` for `count` texts. "reward"
+    is the whole reward: the function's own "reward", else the sum of the components. For a
+    malformed result, a phrase that names the error."""
     if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__"):
         return f"returned {_short(found)} in place of a list with a reward of each text"
     if len(found) != count:
@@ -70,7 +72,7 @@ def _short(value: Any) -> str:
 
 
 def _tried(fn: Callable[..., T], *args: Any) -> T | str:
-    """The result of a user's function, or what is wrong."""
+    """The result of a user's function, or a phrase about the exception that it raised."""
     try:
         return fn(*args)
     except Exception as error:
@@ -80,9 +82,9 @@ def _tried(fn: Callable[..., T], *args: Any) -> T | str:
 
 
 class Turn(NamedTuple):
-    """The answer of an environment to a text. messages: the next ones of the conversation, [] for
-    none; a text is a message of its user, or of the tool that was called. scores: the components of
-    the reward. done: whether the conversation ends."""
+    """The answer of an environment to a text. messages: next messages of the conversation, or a
+    text, which is a message of the user or of the called tool. scores: components of the reward.
+    done: True if the conversation ends."""
 
     messages: str | list[dict[str, Any]]
     scores: dict[str, float]
@@ -90,7 +92,8 @@ class Turn(NamedTuple):
 
 
 def _turn(found: Any) -> Turn | str:
-    """Check the result of an environment's `step`; a sentence about a wrong one."""
+    """Convert the result of an environment's `step`; a phrase that names the error if it is
+    malformed."""
     if not isinstance(found, tuple) or len(found) != 3:
         return f"returned {_short(found)} in place of (text or messages, reward, done)"
     said, reward, done = found
@@ -104,7 +107,7 @@ def _turn(found: Any) -> Turn | str:
 
 
 class _Calls:
-    """Calls of a user's function, or of objects of a user's class, by the keys of episodes."""
+    """Calls a user's function, or the environments of a user's class; each episode has a key."""
 
     def __init__(self, function: Any):
         self._function = function
@@ -117,7 +120,8 @@ class _Calls:
         return _tried(lambda: components(self._function(texts, record), len(texts)))
 
     def begin(self, keys: Sequence[int], record: dict[str, Any]) -> str | None:
-        """Begin episodes of a prompt."""
+        """Make and reset an environment for each of a prompt's episodes. Returns the error, or
+        None."""
 
         def begin() -> None:
             for key in keys:
@@ -127,8 +131,8 @@ class _Calls:
         return _tried(begin)
 
     def step(self, said: Sequence[tuple[int, str, list[Any]]]) -> list[Turn] | str:
-        """The turns of a prompt's episodes behind these texts, with calls of tools if there are
-        tools."""
+        """The environments' answers in a prompt's episodes. said: key of the episode, text of the
+        model and its tool calls, which environments receive only if they have tools."""
         found = []
         for key, text, calls in said:
             if key not in self._running:
@@ -145,7 +149,8 @@ class _Calls:
 
 
 def _loaded(path: Path, name: str) -> Answer:
-    """In a worker: calls of what a file names."""
+    """Import `name` from the file in a worker; return the function that answers the worker's
+    tasks."""
     sys.path.insert(0, str(path.parent.absolute()))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -169,17 +174,16 @@ def _loaded(path: Path, name: str) -> Answer:
 
 
 class Rewards(Closing):
-    """The rewards of groups of samples, each by one call of the function with the group's texts and
-    its record: a sequence of numbers, or of components by name. Or the answers of environments,
-    objects of a class with `reset(record)` and `step(text)`.
+    """Rewards of groups of samples. One call of the function, with a group's texts and record,
+    returns a sequence of numbers, or of components by name. A class with `reset(record)` and
+    `step(text)` gives environments instead, which answer each text.
 
-    has_turns: whether there are environments. tools: of the class, schemas for the prompts; None:
-    it has none."""
+    has_turns: True for environments. tools: schemas of the class's tools for prompts, or None."""
 
     def __init__(self, function: str | Function | type, *, seconds: float = 60.0, workers: int = 1):
-        """function: FILE.py:NAME, which is called in as many processes as `workers` says, each call
-        for at most so many seconds; or the function or class itself, which is called here without a
-        limit. ConfigError for a function that cannot be loaded."""
+        """function: FILE.py:NAME, which runs in `workers` processes, each call for at most
+        `seconds`; or the function or class itself, which runs in this process without a limit.
+        ConfigError for a function that cannot be loaded."""
         self.seconds, self._workers = seconds, []
         if not isinstance(function, str):
             self._here = _Calls(function)
@@ -196,27 +200,29 @@ class Rewards(Closing):
             self._wait_for(worker)
 
     def __call__(self, groups: Sequence[Group]) -> list[Scores | str]:
-        """The components of the rewards of each group's texts, or what is wrong with them."""
+        """The components of the rewards of each group's texts, or the group's error in words."""
         return self._each("rewards", [(group.texts, group.record) for group in groups])
 
     def begin(self, records: Sequence[dict[str, Any]], count: int) -> list[str | None]:
-        """Begin `count` episodes of each prompt, whose keys count from 0."""
+        """Begin `count` episodes of each prompt; keys of episodes count from 0 over all prompts.
+        Returns the error of each prompt, or None."""
         keys = [range(i * count, (i + 1) * count) for i in range(len(records))]
         return self._each("begin", list(zip(keys, records, strict=True)), fixed=range(len(records)))
 
     def step(
         self, said: Mapping[int, Sequence[tuple[int, str, list[Any]]]]
     ) -> dict[int, list[Turn] | str]:
-        """The turns behind these texts, by the number of the prompt. said: keys of episodes, texts
-        and calls of tools."""
+        """The environments' answers to texts, or an error, by number of the prompt. said: by number
+        of the prompt (key of the episode, text, tool calls) for each episode."""
         found = self._each("step", [(texts,) for texts in said.values()], fixed=[*said])
         return dict(zip(said, found, strict=True))
 
     def _each(
         self, name: str, tasks: Sequence[tuple[Any, ...]], fixed: Sequence[int] | None = None
     ) -> list[Any]:
-        """The results of a method of `_Calls` for each of these arguments. fixed: numbers that
-        decide the process of each; None: any process does."""
+        """Call the method `name` of `_Calls` with each tuple of arguments in `tasks`; return the
+        results. fixed: a number for each task, equal numbers for the same process; None: any
+        process."""
         if not self._workers:
             return [getattr(self._here, name)(*arguments) for arguments in tasks]
         found: list[Any] = [""] * len(tasks)
@@ -242,12 +248,12 @@ class Rewards(Closing):
                 if worker.connection not in ready or found[number] == _ENDED:
                     worker.close()
                     self._workers[place] = Worker(self._make, _BOUNDS)
-                    self._wait_for(self._workers[place])  # a call's time begins behind this
+                    self._wait_for(self._workers[place])  # the import counts for no call's time
                 del busy[place]
         return found
 
     def _wait_for(self, worker: Worker) -> None:
-        """See that a new process has the function. ConfigError if it has not."""
+        """Wait until a new process has loaded the function. ConfigError if loading fails."""
         worker.send(None, [""])
         found = self._result(worker, _START_SECONDS)
         if isinstance(found, str):
@@ -264,6 +270,6 @@ class Rewards(Closing):
             return _ENDED
 
     def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         for worker in self._workers:
             worker.close()

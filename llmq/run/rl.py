@@ -1,5 +1,5 @@
-"""`llmq rl`: a run whose data are samples of the model itself, by the rewards of a
-function or by a teacher."""
+"""`llmq rl`: a run that trains the model on its own samples, by the rewards of a function or by a
+teacher."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +17,7 @@ from llmq.text.tasks import read_records
 def run_rl(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
 ) -> None:
-    """Train as `run_training` does, which has the errors."""
+    """Train on samples of the model. Arguments and errors: see `run_training`."""
     if config.prompts is None:
         raise ConfigError("--prompts: is missing: give a file of records with `prompt`")
     if config.reward is None and config.teacher is None:

@@ -1,8 +1,8 @@
-"""The training data of `llmq rl`: samples of the model itself, and advantages of their rewards.
+"""The training data of `llmq rl`: the model's own samples, and advantages from their rewards.
 
-A rollout is a group of samples of each of a few prompts, made by the weights of its moment. Prompts
-and seeds follow from the number of the rollout. One optimizer step or several train all samples of
-a rollout. A Trainer asks `Rollouts` for batches in place of token files.
+A rollout consists of one group of samples for each of a few prompts, made by the present weights.
+Its prompts and seeds depend only on its number. One or several optimizer steps train all samples
+of a rollout. A Trainer asks `Rollouts` for batches in place of token files.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards
 
 
 class Sample(NamedTuple):
-    """A completion of a prompt, by its number. ids: new tokens, with the one that ended the text.
-    logprobs: of each by the model that has sampled; None for tokens of an environment, which are
-    not trained. advantage: 0 before the rewards are known."""
+    """A completion of a prompt. prompt: number of the prompt. ids: new tokens, with the token that
+    ended the text. logprobs: log-probability of each token when it was sampled; None for tokens of
+    an environment, which are not trained. advantage: the completion's advantage in its group."""
 
     prompt: int
     ids: list[int]
@@ -48,8 +48,8 @@ class Sample(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The samples of a prompt, by its number. made: with their texts in `group`. scores: the
-    components of each one's reward, or what is wrong with them."""
+    """The samples of a prompt. number: number of the prompt. group: texts of the samples. made: the
+    samples. scores: components of each sample's reward, or the error of the rewards in words."""
 
     number: int
     group: Group
@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """The error of the rewards; "" without one."""
+        """The error of the rewards; "" if there is none."""
         return self.scores if isinstance(self.scores, str) else ""
 
     @property
@@ -73,8 +73,8 @@ class Drawn(NamedTuple):
 
 
 def advantages(rewards: np.ndarray, *, scale: bool) -> np.ndarray:
-    """Advantages F64 (n,) of the samples of a group: rewards less their mean, divided by their
-    standard deviation (of n - 1) plus LEAST_STD if `scale`."""
+    """Advantages F64 (n,) of a group's samples: rewards F64 (n,) less their mean; with `scale`
+    divided by their standard deviation (divisor n - 1) plus LEAST_STD."""
     apart = rewards - rewards.mean()
     return apart / (rewards.std(ddof=1) + LEAST_STD) if scale else apart
 
@@ -82,8 +82,9 @@ def advantages(rewards: np.ndarray, *, scale: bool) -> np.ndarray:
 def packed(
     samples: Sequence[Sample], prompts: Sequence[list[int]], shape: tuple[int, int], ranks: int
 ) -> list[Batch]:
-    """Micro-batches (B, T) of samples with their prompts, as few as hold them, a multiple of ranks;
-    at least one for each rank. The longest come first, each into the first row with room."""
+    """Pack samples with their prompts into micro-batches of shape (B, T). Their number is the least
+    multiple of `ranks` that holds all samples. The longest sample comes first; each goes into the
+    first row with room."""
     B, T = shape
     rows: list[list[int]] = []  # numbers of samples
     room: list[int] = []
@@ -105,7 +106,7 @@ def packed(
 
 
 def _batch(rows: Sequence[Sequence[tuple[Sample, list[int]]]], T: int) -> Batch:
-    """The micro-batch of rows of samples, each with the ids of its prompt."""
+    """The micro-batch of these rows. A row has samples, each with the ids of its prompt."""
     shape, at = (len(rows), T), np.arange(T, dtype=np.int32)
     inputs, targets = np.zeros(shape, np.int32), np.full(shape, MASKED_TARGET, np.int32)
     starts, lengths = np.tile(at, (shape[0], 1)), np.zeros(shape[0], np.int32)
@@ -129,13 +130,13 @@ def _batch(rows: Sequence[Sequence[tuple[Sample, list[int]]]], T: int) -> Batch:
 class Rollouts:
     """Samples as the training data of a Trainer, in place of token files.
 
-    last: numbers of the newest rollout by name: reward, its mean over samples; reward_std, the mean
-    standard deviation within groups; each component's mean as reward/NAME; length, mean tokens of a
-    sample; cut, the part that max_new_tokens has cut; drawn, groups with those that others have
-    replaced; equal, the part of these whose rewards are equal; failed, those without rewards;
-    sample_ms, reward_ms. seed: --train-seed, of the
-    order of prompts and of the samples. reporter: gets these numbers, and a file of all samples
-    beside its log; None: nothing is reported.
+    last: numbers of the newest rollout by name. reward: mean over samples; reward_std: mean
+    standard deviation within groups; reward/NAME: mean of a component; length: mean tokens of a
+    sample; cut: fraction of samples that max_new_tokens has cut; drawn: number of groups, including
+    replaced groups; equal: fraction of drawn groups with equal rewards; failed: number of groups
+    without rewards; sample_ms, reward_ms: durations. seed: --train-seed, for the order of prompts
+    and for samples. reporter: receives these numbers, and writes all samples into a file beside
+    its log; None: no reports.
     """
 
     def __init__(
@@ -145,11 +146,11 @@ class Rollouts:
         reward: Rewards | Function | None = None,
         places: Sequence[str] = (),
     ):
-        """trainer: its options of the group `rl` count. records: with `prompt`, a text or messages
-        of a chat, and what the reward reads. reward: a function of a group's texts and its record;
-        None: only --teacher trains. places: of the records, for messages. LlmqError for options
-        that do not go together, a prompt that is none or leaves no room in --seq-len, and a teacher
-        that does not fit."""
+        """trainer: its config has the options of the group `rl`. records: each has `prompt` (a text
+        or chat messages) and fields for the reward. reward: function of a group's texts and its
+        record; None: only --teacher trains. places: name of each record in error messages.
+        LlmqError for contradicting options, a malformed prompt or one too long for --seq-len, and
+        an unsuitable teacher."""
         self._trainer, self._config = trainer, (config := trainer.config)
         known = reward is None or isinstance(reward, Rewards)
         self._reward = reward if known else Rewards(reward)
@@ -168,8 +169,8 @@ class Rollouts:
         content = json.dumps([self._prompts, config.prompts_per_step, config.updates])
         self._digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.seed = config.train_seed
-        self._update, self._taken = 0, 0  # the next update, and its batches that were handed out
-        self._sampled: int | None = None  # the number of the rollout that has these samples
+        self._update, self._taken = 0, 0  # number of the next update; batches of it handed out
+        self._sampled: int | None = None  # number of the rollout to which _samples belong
         self._samples: list[Sample] = []
         self._batches: list[Batch] = []
         self.last: dict[str, float] = {}
@@ -232,7 +233,8 @@ class Rollouts:
             yield ids
 
     def _chat(self, where: str) -> Conversation:
-        """The chat whose template renders prompts of messages; its turns end samples."""
+        """The chat whose template renders messages as prompts; the end of a turn ends a sample.
+        where: name of the record in errors."""
         talk = conversation(self._tokenizer, self._config.chat_template)
         if talk is None:
             raise ConfigError(
@@ -248,15 +250,16 @@ class Rollouts:
         return talk
 
     def _chosen(self, rollout: int) -> list[int]:
-        """The numbers of a rollout's prompts: each pass over all has an order of its own, and its
-        last rollout is filled up from the beginning."""
+        """The numbers of a rollout's prompts. Each pass over all prompts has its own order; the
+        pass's last rollout is filled up with the first prompts of that order."""
         per_pass, count = self._rollouts_per_pass, self._config.prompts_per_step
         which, place = divmod(rollout, per_pass)
         order = np.random.default_rng([self.seed, which]).permutation(len(self._prompts))
         return np.resize(order, per_pass * count)[place * count : (place + 1) * count].tolist()
 
     def _others(self, rollout: int) -> Iterator[int]:
-        """The numbers of all other prompts, in the order in which they replace a rollout's."""
+        """The numbers of all prompts outside this rollout, in the order in which they replace
+        prompts of the rollout."""
         order = np.random.default_rng([self.seed, rollout, 0, 1]).permutation(len(self._prompts))
         chosen = {*self._chosen(rollout)}
         return (int(number) for number in order if number not in chosen)
@@ -268,7 +271,8 @@ class Rollouts:
     # -- a rollout -------------------------------------------------------------------------------
 
     def _roll_out(self, rollout: int) -> list[Sample]:
-        """The samples that are trained. RewardError, unless such groups are to be skipped."""
+        """Make a rollout; returns the samples to train. RewardError for a group without rewards,
+        unless --on-reward-error skips such groups."""
         own, drawn = self._config, []
         self._times = {"sample_ms": 0.0, "reward_ms": 0.0}
         chosen, others = self._chosen(rollout), self._others(rollout)
@@ -301,7 +305,7 @@ class Rollouts:
         return kept
 
     def _drawn(self, rollout: int, attempt: int, chosen: Sequence[int]) -> list[Drawn]:
-        """Samples of these prompts, with their rewards."""
+        """Samples of the chosen prompts, with their rewards."""
         start, before = time.monotonic(), self._times["sample_ms"]
         how = ([self._prompts[n] for n in chosen], self._config.num_samples)
         records, places = ([of[n] for n in chosen] for of in (self._records, self._places))
@@ -326,7 +330,7 @@ class Rollouts:
     def _generated(
         self, rollout: int, attempt: int, turn: int, prompts: Sequence[list[int]], count: int
     ) -> list[list[Completion]]:
-        """So many samples of each prompt, whose time is added to that of the rollout."""
+        """Generate `count` samples of each prompt; add the duration to the rollout's sample_ms."""
         own, trainer, start = self._config, self._trainer, time.monotonic()
         seed = np.random.SeedSequence([self.seed, rollout, attempt, turn])
         made = trainer.generate(
@@ -337,13 +341,12 @@ class Rollouts:
             seed=int(seed.generate_state(1)[0]),
             stop=self._stop,
         )
-        trainer.last_end = None  # sampling is no part of a step's time
+        trainer.last_end = None  # a step's time excludes sampling
         self._times["sample_ms"] += 1000 * (time.monotonic() - start)
         return made
 
     def _shorten(self, drawn: Sequence["Drawn"]) -> None:
-        """Lower the rewards of samples whose last tokens lie in --overlong-buffer, down to one
-        less."""
+        """Lower the rewards of samples that reach into --overlong-buffer, by up to 1 at its end."""
         buffer = self._config.overlong_buffer
         free = self._config.max_new_tokens - buffer
         for each in drawn:
@@ -355,7 +358,7 @@ class Rollouts:
         return self._config.skip_cut and made.finish == "length"
 
     def _failed(self, group: Group, problem: str) -> list[dict[str, Any]]:
-        """The rows of a group without rewards."""
+        """The rows of the sample file for a group without rewards."""
         line = f"{group.where}: the reward function {problem}"
         if self._config.on_reward_error == "stop":
             raise RewardError(f"{line}: mend it, or give --on-reward-error skip")
@@ -364,7 +367,7 @@ class Rollouts:
         return [{"prompt": prompt, "text": text, "error": problem} for text in group.texts]
 
     def announce(self, reporter: Reporter) -> None:
-        """[Prompts], and where the samples of the run go."""
+        """Print [Prompts], with the path of the sample file."""
         own, longest = self._config, max(map(len, self._prompts))
         self.reporter = reporter
         lines = [
@@ -376,7 +379,7 @@ class Rollouts:
         reporter.block("Prompts", lines)
 
     def _report(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log the numbers of the rollout, and write its samples beside the log."""
+        """Log the numbers of the rollout, and append its rows to the sample file."""
         reporter, step, last = self.reporter, self._update, self.last
         if reporter is None:
             return
@@ -400,29 +403,29 @@ class Rollouts:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Micro-batches of each rank in a pass over all prompts, at most."""
+        """Greatest number of micro-batches of each rank in a pass over all prompts."""
         of_step = self._config.grad_accumulation
         return self._rollouts_per_pass * self._config.updates * of_step
 
     @property
     def epoch(self) -> int:
-        """The number of the pass over all prompts, from 0."""
+        """The number of the present pass over all prompts, from 0."""
         return self._update // (self._rollouts_per_pass * self._config.updates)
 
     @property
     def passed(self) -> float:
-        """The part of the pass that was trained."""
+        """The fraction of the present pass that was trained."""
         of_pass = self._rollouts_per_pass * self._config.updates
         return self._update % of_pass / of_pass
 
     @property
     def batches_left(self) -> int:
-        """Micro-batches of each rank that are left in the pass, at most."""
+        """Greatest number of micro-batches of each rank that are left in the present pass."""
         return round((1 - self.passed) * self.batches_per_epoch)
 
     def step_batches(self, most: int) -> int:
-        """The number of micro-batches of each rank in the next update, which is sampled if its
-        samples are not there yet."""
+        """The number of micro-batches of each rank in the next update; makes the rollout first if
+        the update has no samples yet. most: ignored."""
         if self._sampled != self._rollout:
             self._samples, self._batches = self._roll_out(self._rollout), []
             self._sampled = self._rollout
@@ -439,8 +442,8 @@ class Rollouts:
         return len(self._trainer.ranks.devices)
 
     def _packed(self) -> list[Batch]:
-        """The batches of an update, with the reference's log-probabilities if the loss reads
-        them."""
+        """The batches of an update, with scores of the teacher or of the reference model if the
+        loss reads scores."""
         config, trainer = self._config, self._trainer
         shape = (config.batch_size, config.seq_len)
         batches = packed(self._samples, self._prompts, shape, self._ranks)
@@ -470,15 +473,15 @@ class Rollouts:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """State before the next update, of JSON types: also the samples, where a rollout has
-        further updates."""
+        """The state before the next update, in JSON types; includes the samples if their rollout
+        has further updates."""
         state = {"seed": self.seed, "prompts": self._digest, "update": self._update}
         if self._update % self._config.updates:
             state["samples"] = [sample._asdict() for sample in self._samples]
         return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to the place of a `state`. DataError for a state of other prompts."""
+        """Return to a saved `state`. DataError if the state is of other prompts."""
         if state.get("prompts") != self._digest:
             raise DataError(
                 "the prompts, --prompts-per-step or --updates changed since the checkpoint: give "
@@ -502,8 +505,8 @@ class Rollouts:
 
 
 def _extremes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The texts of the samples with the highest and the lowest reward, in a line each; {} without
-    rewards."""
+    """The texts of the samples with the highest and the lowest reward, each as one line, by name;
+    {} without rewards."""
     scored = [row for row in rows if "rewards" in row]
     if not scored:
         return {}
@@ -515,7 +518,8 @@ def _extremes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _of_rewards(scored: Sequence[Drawn]) -> dict[str, float]:
-    """Means over samples of the reward and its components, and within groups; {} without any."""
+    """Means of the reward and its components over samples, and the mean standard deviation within
+    groups, by name; {} without groups."""
     if not scored:
         return {}
     every = [one for each in scored for one in each.scores]
@@ -527,7 +531,7 @@ def _of_rewards(scored: Sequence[Drawn]) -> dict[str, float]:
 
 
 def _of_lengths(drawn: Sequence[Drawn]) -> dict[str, float]:
-    """The mean length of samples, and which part of them was cut."""
+    """The samples' mean length in tokens, and the fraction of samples that were cut."""
     every = [made for each in drawn for made in each.made]
     cut = sum(made.finish == "length" for made in every) / len(every)
     lengths = [sum(each is not None for each in made.logprobs) for made in every]
@@ -537,7 +541,7 @@ def _of_lengths(drawn: Sequence[Drawn]) -> dict[str, float]:
 def _each_once(
     generate: Callable[..., list[list[Completion]]], turn: int, texts: Sequence[list[int]]
 ) -> list[Completion]:
-    """One completion of each text."""
+    """One completion of each text of ids, in turn number `turn` of the episodes."""
     return [made for (made,) in generate(turn, texts, 1)]
 
 

@@ -35,12 +35,12 @@ from llmq.report.json_log import has_records, is_damaged_log, log_owner
 
 @contextmanager
 def locked_places(config: TrainConfig) -> Iterator[None]:
-    """Keep other runs from writing to the same checkpoints, model and log during the block."""
+    """Lock the run's checkpoints, model and log against other runs within the block."""
     # The folder may be a mount point that several machines share, so its lock lies inside.
     locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
     for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
-        if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
-            whole = Path(os.path.realpath(path))  # of a link to itself, too
+        if path.is_file() or path.is_dir() or not path.exists():  # not a device like /dev/null
+            whole = Path(os.path.realpath(path))  # raises no error for a link to itself
             locks.append((lock_beside(whole), flag, path))
     with ExitStack() as stack:
         for lock in locks:
@@ -49,9 +49,9 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """Id of the run that these options begin or continue; another name makes a fork with a new id.
-    A run without a checkpoint is found by its log. LlmqError for a checkpoint of another
-    version."""
+    """Id of the run that these options begin or continue. A continued run under another name is a
+    fork, with a new id. A run without a checkpoint is found by its log. LlmqError for a checkpoint
+    of another version."""
     new = RunId.new(config.name)
     if config.continue_from is None:
         return new
@@ -77,8 +77,8 @@ class ExistingOutput(NamedTuple):
 
 
 def existing_outputs(config: TrainConfig) -> list[ExistingOutput]:
-    """The files in the places of a run, of any owner, without damaged checkpoints and a damaged
-    note, which have no owner."""
+    """The files in the places of a run, whoever owns them; without damaged checkpoints and a
+    damaged note of the best checkpoint, whose owner is unknown."""
     directory, out, log = config.checkpoint_dir, config.out_dir, config.log_file
     damaged, best = damaged_checkpoints(directory), directory / NOTE
     whole = [p for p in checkpoints_by_name(directory).values() if p not in damaged]
@@ -95,9 +95,9 @@ def existing_outputs(config: TrainConfig) -> list[ExistingOutput]:
 def outputs_of_others(
     config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
 ) -> list[ExistingOutput]:
-    """The files of another run in the places of this one, to be moved aside; ConfigError names the
-    first without --overwrite, or one that the run begins from. LlmqError if its checkpoint is
-    damaged."""
+    """The files of other runs in this run's places, to be moved aside. ConfigError for such files
+    without --overwrite, and if this run begins from one of them. LlmqError if this run's checkpoint
+    is damaged."""
     if checkpoint is not None and (damage := manifest_damage(checkpoint / MANIFEST)) is not None:
         raise LlmqError(damage)
     there = existing_outputs(config)
@@ -129,9 +129,9 @@ def clear_places(
     config: TrainConfig, checkpoint: Path | None, strangers: list[ExistingOutput]
 ) -> list[str]:
     """Clear a run's places: rename damaged files, move other runs' files aside, and delete
-    unfinished checkpoints of a killed run. Returns lines like move_aside. LlmqError for errors of
-    the disk."""
-    # The kept copy of a damaged checkpoint passes for a leftover until the latter is renamed.
+    unfinished checkpoints of a killed run. Returns lines like move_aside. LlmqError for disk
+    errors."""
+    # First: until a damaged checkpoint is renamed, its kept copy counts as a leftover.
     _set_damaged_aside(config, checkpoint)
     lines = move_aside(strangers)
     delete(leftovers(config.checkpoint_dir))
@@ -139,9 +139,9 @@ def clear_places(
 
 
 def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
-    """Give damaged files in the places of a run another name, with a warning; a log only where the
-    run of `checkpoint` wrote its log: else --log-file may be a slip. LlmqError where the disk
-    refuses."""
+    """Rename damaged files in the places of a run, with a warning. A damaged log is renamed only if
+    the run of `checkpoint` wrote it: else --log-file may be a typing error. LlmqError for disk
+    errors."""
     found = damaged_checkpoints(config.checkpoint_dir)
     if note_is_damaged(config.checkpoint_dir):
         note = config.checkpoint_dir / NOTE
@@ -156,7 +156,7 @@ def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
 
 
 def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
-    """True if a damaged file lies where the run of a checkpoint wrote its log."""
+    """True if --log-file is the log of the checkpoint's run, and damaged."""
     if checkpoint is None:
         return False
     log = saved_log(checkpoint)
@@ -165,8 +165,8 @@ def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
 
 
 def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[ExistingOutput]:
-    """The run's own checkpoints of steps that the run will repeat, for move_aside; else --continue
-    would take the newest one.
+    """The run's own checkpoints after `step`, for move_aside: the run will repeat these steps, and
+    --continue would take the newest checkpoint.
     """
     later = {s: p for s, p in checkpoints_by_name(config.checkpoint_dir).items() if s > step}
     paths = [path for path in later.values() if run.owns(checkpoint_owner(path))]
@@ -175,8 +175,8 @@ def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[Exist
 
 
 def move_aside(strangers: list[ExistingOutput]) -> list[str]:
-    """Move files aside, all files of a folder into the same new folder; a line for each new place.
-    LlmqError where the disk refuses."""
+    """Move files aside, all files of a folder into one new folder. Returns a line for each new
+    place. LlmqError for disk errors."""
     targets: dict[Path, Path] = {}
     lines: dict[Path, str] = {}
     for flag, paths, what, _ in strangers:
@@ -184,7 +184,7 @@ def move_aside(strangers: list[ExistingOutput]) -> list[str]:
             whole = path.absolute()
             if flag == "--log-file":
                 target = free_name(whole.resolve(), "old")
-            else:  # the folder stays: it may be a mount point, and holds our lock or other things
+            else:  # the folder stays: it may be a mount point, and may hold our lock
                 folder = whole.parent.resolve()
                 if folder not in targets:
                     targets[folder] = free_name(folder, "old")
@@ -197,13 +197,14 @@ def move_aside(strangers: list[ExistingOutput]) -> list[str]:
     return list(lines.values())
 
 
-RECENT = 600.0  # seconds
+RECENT = 600.0  # seconds after a write during which a run on another machine counts as alive
 SAMPLES = ".samples.jsonl"
 
 
 def log_of_run(run: RunId, last: Path) -> Path | None:
-    """The log of a run that goes on: the file that the run wrote last, even if it is gone, else the
-    run's newest log beside it. None if the files there belong to others."""
+    """The log of a run that goes on. last: the file that the run wrote last. The result is `last`,
+    unless another run's file has replaced it: then the run's newest log in the same folder, or
+    None."""
     there, damaged = os.path.lexists(last), is_damaged_log(last)
     if there and not damaged and (not has_records(last) or run.owns(log_owner(last))):
         return last
@@ -212,10 +213,10 @@ def log_of_run(run: RunId, last: Path) -> Path | None:
 
 
 def find_model(text: str) -> str:
-    """The place of a model, by its path, by the folder of its run or by the name of the run, whose
-    exported model is meant, else the checkpoints. The text as it is where there is none: it may be
-    a repository. Another run's name hides no model of that name."""
-    path = Path(os.path.expanduser(text))  # pathlib's raises where there is no such user
+    """Find a model by its path, by its run's folder, or by its run's name; an exported model comes
+    before checkpoints. Without a result the text is returned unchanged: it may name a repository. A
+    path or a cached repository of this name comes before a run."""
+    path = Path(os.path.expanduser(text))  # Path.expanduser raises for an unknown user
     if _has_model(path) or (not path.is_dir() and find_directory(text) is not None):
         return text
     inside = [path / "model", path / "ckpt"]
@@ -236,9 +237,9 @@ def _has_model(path: Path) -> bool:
 
 
 def find_log(text: str) -> Path:
-    """Find a log by its path, by the folder of its run, or by the run's name: the newest in logs/,
-    or the log of the newest checkpoint in ckpt/NAME. DataError if there is none."""
-    path = Path(os.path.expanduser(text))  # pathlib's raises where there is no such user
+    """Find a log by its path, by its run's folder, or by its run's name: the newest log of this
+    name in logs/, or the log of the newest checkpoint in ckpt/NAME. DataError if there is none."""
+    path = Path(os.path.expanduser(text))  # Path.expanduser raises for an unknown user
     if os.path.lexists(path) and not path.is_dir():
         return path
     for folder in (path, Path("finetune", text)):
@@ -261,15 +262,15 @@ def find_log(text: str) -> Path:
 
 
 def samples_path(log: Path) -> Path:
-    """The file of all samples of a run of `llmq rl`, beside its log."""
+    """The file beside the log of an `llmq rl` run that holds all its samples."""
     return log.with_suffix(SAMPLES)
 
 
 def find_samples(text: str) -> Path | None:
-    """A file of samples, by its path or by the name of its run; None for anything else."""
+    """Find a file of samples by its path or by its run's name; None for any other text."""
     if text.endswith(SAMPLES):
         return Path(text)
-    if os.path.lexists(text) or Path("data", text).is_dir():  # token files
+    if os.path.lexists(text) or Path("data", text).is_dir():  # the text names token files
         return None
     with suppress(DataError):
         path = samples_path(find_log(text))
@@ -284,8 +285,8 @@ def running_log() -> Path | None:
 
 
 def has_writer(path: Path) -> bool | None:
-    """True if the run that holds the lock is alive; None without a lock. A run on another machine
-    counts as alive if its log is recent.
+    """True if the run that holds the log's lock is alive; None without a lock. A run on another
+    machine counts as alive if it wrote to the log less than RECENT seconds ago.
     """
     found = holder(lock_beside(path.resolve()))
     if found is None:
@@ -295,9 +296,9 @@ def has_writer(path: Path) -> bool | None:
         return silence(path) < RECENT
     try:
         os.kill(process, 0)
-    except ProcessLookupError:  # it was killed
+    except ProcessLookupError:  # the run was killed
         return False
-    except PermissionError:  # another run holds it
+    except PermissionError:  # a process of another user
         pass
     return True
 
@@ -309,12 +310,12 @@ def is_written_here(path: Path) -> bool:
 
 
 def silence(path: Path) -> float:
-    """Seconds since something was written to a log."""
+    """Seconds since the last write to a log."""
     return time.time() - _modified(path)[0]
 
 
 def _log_of_checkpoint(name: str) -> Iterator[Path]:
-    with suppress(LlmqError):  # of a checkpoint that is damaged
+    with suppress(LlmqError):  # the checkpoint may be damaged
         checkpoint = checkpoint_at(TrainConfig(name=name).normalized().checkpoint_dir)
         if checkpoint is not None:
             log, owner = saved_log(checkpoint), checkpoint_owner(checkpoint)
@@ -323,7 +324,7 @@ def _log_of_checkpoint(name: str) -> Iterator[Path]:
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    """Also those that a run began beside one that was replaced, see JsonLog."""
+    """The logs in a folder, including logs that a run began beside a replaced log (see JsonLog)."""
     names = (f"{glob.escape(str(folder))}/{pattern}" for pattern in ("*.json", "*.json.new-*"))
     paths = (Path(path) for name in names for path in glob.glob(name))
     return [path for path in paths if has_records(path)]

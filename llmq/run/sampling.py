@@ -1,4 +1,4 @@
-"""Texts that a model continues, and `llmq sample`, which prints such."""
+"""Continue texts with a model, for `llmq sample` and for other callers."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ class Sampler(Closing):
         kv_dtype: str | None = None,
         mark: Callable[[str], None] = lambda part: None,
     ):
-        """fill: loads or initializes the weights. positions: tokens of the longest text. dtype: of
-        weights and activations. slots: texts at a time, at most; fewer where memory is short.
-        base_dtype: of the blocks' matrices, as of --base-dtype; None: dtype. kv_dtype: of keys and
-        values, "e4m3"; None: dtype. mark: called where a part of the start ends.
+        """fill: loads or initializes the weights. positions: tokens of the longest text. dtype:
+        format of weights and activations. slots: most texts at a time; halved while memory is too
+        small. base_dtype: format of the blocks' matrices, as in --base-dtype; None: dtype.
+        kv_dtype: format of keys and values, "e4m3"; None: dtype. mark: called with the name of
+        each part of the start when the part ends.
 
         ConfigError for a model that predicts no tokens. LlmqError where the memory is too small.
         """
@@ -77,7 +78,7 @@ class Sampler(Closing):
             try:
                 self.dev = machine.open(plan.sizes())
                 break
-            except LlmqError:  # of memory: fewer texts at a time take less
+            except LlmqError:  # too little memory: try with fewer texts
                 if slots == 1:
                     raise
                 slots //= 2
@@ -90,8 +91,8 @@ class Sampler(Closing):
 
     @contextmanager
     def texts(self, requests: Sequence[Request]) -> Iterator[list[Iterator[int]]]:
-        """Iterators over the new ids of each text, without ids that end texts. Reading one text
-        generates the others, too. Valid within the block."""
+        """An iterator over the new ids of each text, without the id that ends the text. Reading one
+        text generates the others, too. The iterators are valid within the block."""
         queues: list[deque[NewToken]] = [deque() for _ in requests]
         with closing(self.generator.stream(requests)) as tokens:
 
@@ -121,8 +122,9 @@ def requests_of(
     stop: Collection[int | None] = (),
     **how: Any,
 ) -> list[Request]:
-    """Requests for num_samples samples of each prompt, by prompt. seed: gives each sample its own
-    seed. stop: ids that end a text, beside the config's. how: other fields of a `Request`."""
+    """Requests for `samples` samples of each prompt, ordered by prompt. seed: the seed from which
+    each sample's own seed follows. stop: ids that end a text, beside the config's. how: other
+    fields of `Request`."""
     ends = frozenset([*stop, *config.eos_token_ids]) - {None}
     return [
         Request(ids, **how, seed=seed_of(seed, place, sample), stop=ends)
@@ -132,7 +134,8 @@ def requests_of(
 
 
 def seed_of(seed: int, *places: int) -> int:
-    """The seed of the request at these places among others of one seed."""
+    """A request's own seed. seed: common seed of many requests. places: indices that identify the
+    request among them."""
     return int(np.random.SeedSequence([seed, *places]).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -141,12 +144,12 @@ def open_model(
     model: str, adapter: Path | None = None
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
     """Config, weight reader and tokenizer source of a model: a directory, a cached repository, a
-    checkpoint, the newest checkpoint of a directory, or adapters with their base model. adapter: a
-    PEFT directory beside the model. LlmqError if it cannot be opened."""
+    checkpoint, the newest checkpoint of a directory, or adapters with their base model. adapter:
+    PEFT directory of adapters to add to the model. LlmqError if the model cannot be opened."""
     is_checkpoint = checkpoint_at(Path(model)) is not None
     directory = find_directory(model)
     if adapter is None and directory is not None and (directory / ADAPTER_CONFIG).is_file():
-        model, adapter, base = str(directory), directory, None  # which the adapters name
+        model, adapter, base = str(directory), directory, None  # the adapters name their base
     else:
         base = model
     if is_checkpoint and adapter is not None:
@@ -168,7 +171,7 @@ def open_model(
                 f"checkpoint '{model}' does not know its tokenizer: `llmq export` it, and copy the "
                 "tokenizer's files into that directory"
             )
-        # Nothing is known of other makers' models, and some have fewer embeddings.
+        # Only llmq's exports record their tokenizer; other models may have fewer embeddings.
         if made is not None and not is_checkpoint:
             check_recorded(tokenizer, made, source.model.vocab_size, f"the model in '{tokenizer}'")
         is_bytes = isinstance(tokenizer, ByteTokenizer)
@@ -178,7 +181,7 @@ def open_model(
 
 
 def _check_model(model: str) -> None:
-    """ConfigError, with what to give instead, unless there is a model of this name."""
+    """ConfigError, which says what to give instead, unless a model of this name exists."""
     directory = find_directory(model)
     if directory is not None and (directory / "config.json").is_file():
         return
@@ -202,9 +205,7 @@ def _check_model(model: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling options, see `Request`. seed: of the choice of tokens; further samples get other
-    seeds.
-    """
+    """Sampling options, see `Request`. seed: the seed from which each sample's own seed follows."""
 
     max_new_tokens: int = 200
     temperature: float = 0.8
@@ -223,7 +224,7 @@ class Sampling:
         return requests_of(config, prompts, samples, stop=stop, **asdict(self))
 
     def idle(self, num_samples: int) -> list[str]:
-        """Lines about options without effect beside the others."""
+        """Lines about options that have no effect together with the other options."""
         if self.temperature > 0:
             return []
         idle = {
@@ -243,9 +244,11 @@ def prompt_ids(
     flag: str = "--prompt",
     seq_len: int | None = None,
 ) -> list[int]:
-    """The ids that the model is given of a text, at least one. ConfigError if that does not go.
+    """The ids of a prompt's text as input of the model, at least one. ConfigError for a prompt
+    that does not fit.
 
-    flag: that gave the text. seq_len: of the run whose memory is used; None: no run.
+    flag: option that gave the text, for errors. seq_len: --seq-len of the run whose memory is
+    used; None: no run.
     """
     ids = [*tokenizer.added[0], *tokenizer.encode(clean_text(prompt))] or [
         first_token(config, flag)
@@ -277,8 +280,8 @@ def run_sample(
 ) -> None:
     """Print continuations of the prompt as they are generated, separated by lines of three dashes.
     chat: print replies to the prompt, or to each line of standard input. adapter: see open_model.
-    system, chat_template: of a chat. verbose: say what the first token has waited for. how: fields
-    of `Sampling`."""
+    system: system message of the chat. chat_template: file of its template. verbose: print the
+    duration of each part of the start. how: fields of `Sampling`."""
     stages = Stages(printed=verbose)
     stages.mark("imports")
     for flag, value in (("--system", system), ("--chat-template", chat_template)):
@@ -328,7 +331,8 @@ def _say(
     ids: list[int],
     new: Iterator[int],
 ) -> None:
-    """Print a reply, or a text without a conversation. ids: of the prompt."""
+    """Print the reply in a conversation, or without one the continued text. ids: ids of the
+    prompt. new: the generated ids."""
     if talk is None:
         _show(prompt, streamed(tokenizer, ids if prompt else [], new))
     else:
@@ -336,7 +340,7 @@ def _say(
 
 
 def _show(prompt: str, pieces: Iterator[str]) -> None:
-    """Print a text while it is generated; nothing if the first token fails."""
+    """Print a text while it is generated; print nothing if generating the first piece fails."""
     print_text(prompt + next(pieces, ""))
     try:
         for piece in pieces:
@@ -346,8 +350,8 @@ def _show(prompt: str, pieces: Iterator[str]) -> None:
 
 
 def clean_text(text: str | None) -> str | None:
-    """The text with U+FFFD in place of bytes that are no text, which a shell may hand on, and of
-    half characters of JSON; a warning tells of both."""
+    """The text with U+FFFD in place of invalid bytes (from a shell) and of lone surrogates (from
+    JSON); warns if there are any."""
     whole = text and mended(text)
     if whole != text:
         warn_once(f"bytes that are no text: U+FFFD stands for each in {whole!r}")
@@ -355,7 +359,7 @@ def clean_text(text: str | None) -> str | None:
 
 
 def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:
-    """ConfigError for a prompt that is too long, or of another tokenizer than the model's."""
+    """ConfigError for a prompt that is too long, or has ids outside the model's vocabulary."""
     if len(ids) >= config.max_positions:
         raise ConfigError(
             f"{flag}: it has {len(ids)} tokens, but the model has {config.max_positions} "
@@ -381,8 +385,8 @@ def known_tokenizer(source: str | None) -> Tokenizer:
 def ids_of(
     prompt: str | Sequence[int], tokenizer: Tokenizer | None, config: ModelConfig, seq_len: int
 ) -> list[int]:
-    """The ids of a prompt of a caller, in a run of this --seq-len. ConfigError for a prompt that
-    does not go."""
+    """The ids of a caller's prompt (a text, or ids) in a run with this --seq-len. ConfigError for
+    a prompt that does not fit."""
     if isinstance(prompt, str):
         return prompt_ids(tokenizer, config, prompt, seq_len=seq_len)
     ids = [index(id_) for id_ in prompt]
@@ -398,7 +402,7 @@ def ids_of(
 
 
 def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
-    """The token with which an empty prompt begins."""
+    """The token that stands for an empty prompt. ConfigError if the model has none."""
     config = config.without_foreign_tokens()
     for token in (config.bos_token_id, config.eos_token_id):
         if token is not None:
@@ -407,11 +411,11 @@ def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
 
 
 SLOTS = 64  # texts that are continued at the same time
-POSITIONS = 4096  # most tokens of a typed conversation; fewer if the model reads fewer
+POSITIONS = 4096  # most tokens of a typed conversation; fewer if the model has fewer positions
 
 
 class Conversation:
-    """Messages so far, and how they become a prompt for the next reply."""
+    """The messages so far, and the chat template that turns messages into a prompt."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, system: str | None) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -423,7 +427,7 @@ class Conversation:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """The ids of messages, up to the beginning of the next reply. LlmqError if the template
-        refuses."""
+        refuses the messages."""
         return self.process.call(_prompt, self.template, messages, tools)
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
@@ -438,7 +442,8 @@ class Conversation:
         return prompt
 
     def reply(self, prompt: list[int], new: Iterator[int], say: Callable[[str], None]) -> None:
-        """Say the reply as it comes, up to the end of the turn, and add it to the messages."""
+        """Pass the reply's text to `say` in pieces, up to the end of the turn, and add the reply to
+        the messages. prompt: ids of the prompt. new: ids of the reply."""
         text = ""
         stops = [] if self.stop.text is None else [self.stop.text]
         for piece in until(streamed(self.tokenizer, prompt, new), stops):
@@ -470,7 +475,8 @@ def _text(
 def conversation(
     tokenizer: Tokenizer, given: str | None, system: str | None = None
 ) -> Conversation | None:
-    """A conversation with the template of a file, or else the tokenizer's; None without one."""
+    """A conversation with the chat template of the file `given`, or with the tokenizer's; None if
+    there is no template."""
     template = process_of(tokenizer).call(load_chat_template, given)
     return template and Conversation(template, tokenizer, clean_text(system))
 
@@ -495,7 +501,7 @@ def _reply(talk: Conversation, ids: list[int], new: Iterator[int]) -> None:
 
 
 def _converse(talk: Conversation, positions: int, choice: Sampling, sampler: Sampler) -> None:
-    """Replies to lines of standard input, until it ends."""
+    """Print a reply to each line of standard input, until the input ends."""
     lines = filter(str.strip, _typed() if sys.stdin.isatty() else sys.stdin)
     for number, line in enumerate(lines):
         ids = talk.ask(clean_text(line.rstrip("\r\n")))
@@ -511,7 +517,7 @@ def _converse(talk: Conversation, positions: int, choice: Sampling, sampler: Sam
 
 
 def _typed() -> Iterator[str]:
-    """Lines of a terminal, which can be edited where Python has readline."""
+    """Yield the lines that the user types at a terminal, with line editing if Python has it."""
     with suppress(ImportError):
         import readline  # noqa: F401 (input uses it)
     print("A line is a message. Ctrl-C ends a reply, Ctrl-D the conversation.")

@@ -18,27 +18,28 @@ from llmq.run.ranks import Ranks
 from llmq.runtime.world import Outcome, World
 from llmq.state.pieces import SlabPiece
 
-THREADS = 8  # that write files of one process
+THREADS = 8  # threads that write files of one process
 PAUSE = 0.01  # seconds between checks that a copy is complete
 POLL = 0.1  # seconds between signs of life of a waiting caller
 PATIENCE = 4.0  # seconds to finish a copy after the run has failed
 
 
 class Tidied(NamedTuple):
-    """A deletion of old checkpoints. removed: their number. problem: why the newest one could not
-    be read back; nothing was deleted then."""
+    """The result of deleting old checkpoints. removed: number of deleted checkpoints. problem: why
+    the newest one could not be read back, in which case none was deleted; else None."""
 
     removed: int
     problem: str | None = None
 
 
 Tidy = Callable[[World], Tidied]
-"""Reads the newest checkpoint back and deletes old ones, by the processes of a world together."""
+"""Function that reads the newest checkpoint back and deletes old ones; the processes of the world
+call it together."""
 
 
 class Written(NamedTuple):
-    """The outcome of the threads for the checkpoint of a step. tidied: the deletion beside it, or
-    why there is no checkpoint. seconds: time since the copy began."""
+    """The outcome of the threads for the checkpoint of a step. tidied: result of deleting old ones,
+    or the error that prevented the checkpoint. seconds: duration since the copy began."""
 
     step: int
     tidied: Tidied | DiskError
@@ -46,7 +47,7 @@ class Written(NamedTuple):
 
 
 class _GivenUp(Exception):
-    """The checkpoint is not wanted any more."""
+    """Raised in the thread when the checkpoint is not wanted any more."""
 
 
 class BackgroundWriter:
@@ -59,16 +60,16 @@ class BackgroundWriter:
     """
 
     def __init__(self, ranks: Ranks, directory: Path):
-        """directory: of checkpoints."""
+        """directory: folder of the run's checkpoints."""
         self._ranks, self._world, self._directory = ranks, ranks.world, directory
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
-        self._commit: Callable[[list[FileEntry]], Tidied] | None = None  # follows the files
+        self._commit: Callable[[list[FileEntry]], Tidied] | None = None  # call once files are done
         self._given_up = self._copied = False
         self._step, self._start = 0, 0.0
 
     def save(self, step: int, manifest: Manifest, tidy: Tidy) -> None:
-        """Begin to write a checkpoint of this moment. tidy: is called after the commit."""
+        """Begin to write a checkpoint of this moment. tidy: function to call after the commit."""
         self._step, self._start, self._copied = step, time.monotonic(), False
         self._ranks.run("copying the state", lambda rank: rank.step.snapshot.take())
 
@@ -84,7 +85,7 @@ class BackgroundWriter:
 
     def _begin(self, work: Callable[[], Any]) -> None:
         def run() -> None:
-            # Signals are for the main thread, which waits in a call that they interrupt.
+            # The main thread handles signals: they must interrupt the call in which it waits.
             signal.pthread_sigmask(signal.SIG_BLOCK, {*ending_signals(), signal.SIGUSR1})
             try:
                 self._outcome = Outcome(work(), None)
@@ -100,7 +101,7 @@ class BackgroundWriter:
         return CheckpointWriter(self._directory, self._step, rank, self._world.size)
 
     def _write(self) -> list[FileEntry]:
-        """The files of this process's ranks, from the copies."""
+        """Write the files of this process's ranks from the copies of their state."""
         snapshots = self._ranks.snapshots
         while not all(snapshot.is_done() for snapshot in snapshots.values()):
             self._look()
@@ -140,8 +141,8 @@ class BackgroundWriter:
     # -- between two steps -----------------------------------------------------------------------
 
     def ended(self, *, wait: bool = False) -> Written | None:
-        """The outcome of the threads; None if they go on, or there is none. Raises errors other
-        than the disk's. wait: until the outcome is known."""
+        """The outcome of the threads; None if they still work, or if there are none. Raises their
+        errors, except for disk errors. wait: wait for the outcome."""
         while self._thread is not None and self._all_have(wait):
             self._thread, commit, self._commit = None, self._commit, None
             try:
@@ -160,7 +161,7 @@ class BackgroundWriter:
         return None
 
     def _value(self) -> Any:
-        """The value of this process's thread; raises its error."""
+        """The value that this process's thread has returned; raises the thread's error."""
         if self._outcome.error is not None:
             raise self._outcome.error
         return self._outcome.value
@@ -173,8 +174,8 @@ class BackgroundWriter:
         return all(self._world.gather(not self._thread.is_alive()))
 
     def stop(self, *, give_up: bool) -> None:
-        """Wait for the thread of this process, whose memory is going to be freed. give_up: discard
-        the checkpoint, as is done, too, if its copy does not end within PATIENCE."""
+        """Wait for this process's thread, before its memory is freed. give_up: discard the
+        checkpoint; this also happens if its copy does not end within PATIENCE."""
         if self._thread is None:
             return
         end = time.monotonic() + PATIENCE

@@ -20,18 +20,18 @@ from llmq.data.tokens import TokenFile
 from llmq.run.ranks import Rank, Ranks
 from llmq.runtime.mesh import DATA
 
-# A model that is not trained may be kept in any format, and be streamed.
+# A model that only scores may be stored in any format, and be streamed.
 SCORED = {
     **{"only_scores": True, "recompute_block": True, "grad_accumulation": 1},
     **{"packing": "best-fit"},
     **{"eval_file": "none", "ckpt_interval": 0, "save_training_state": False},
 }
 """Options of a run that scores, by field."""
-SAVE_SECONDS = 30.0  # between saved states: an interruption costs no more than this
+SAVE_SECONDS = 30.0  # seconds between saved states: the most that an interruption costs
 ROUNDS = 8  # batches of each rank that are computed before their scores are written
 
 Report = Callable[[int], None]
-"""Told the tokens of all files that are done."""
+"""Function that is called with the number of scored tokens of all files."""
 
 
 def score_files(
@@ -46,12 +46,13 @@ def score_files(
     top_k: int = 0,
     report: Report = lambda done: None,
 ) -> list[Path]:
-    """Write scores of token files by the current weights; return the paths. All processes call this
-    function. Longer documents than sequences are cut, longer pairs left out. model: identity of the
-    weights. top_k: token predictions of a teacher; 0: scores of the tokens. separator: see
-    DocumentIndex.read. overwrite: replace files; replace_others: replace files of another model or
-    other data; else continue unfinished files. DataError for other scores, and for files of one
-    name; LlmqError for predictions that are not finite.
+    """Write scores of token files by the current weights into `folder`; return the paths. All
+    processes call this function. Documents longer than a sequence are cut; longer pairs are left
+    out. model: identity of the weights. top_k: number of likeliest tokens to write at each
+    position, for distillation; 0: log-probabilities of the tokens. separator: see
+    DocumentIndex.read. overwrite: replace existing files. replace_others: replace files of another
+    model or other data. Unfinished files are continued. DataError for other existing scores, and
+    for two token files with one name; LlmqError for predictions that are not finite.
     """
     paths = [scores_path(folder, file.path) for file in files]
     if len({*paths}) < len(paths):
@@ -60,7 +61,7 @@ def score_files(
     seq_len = ranks.first.step.inputs.tokens.shape[1]
     before = 0
     for file, path in zip(files, paths, strict=True):
-        opened: list[ScoreWriter] = []  # on the first process
+        opened: list[ScoreWriter] = []  # the file's writer, on the first process only
 
         def open_writer(file: TokenFile = file, path: Path = path, to: list = opened) -> int:
             scored = Scored.of(file, model, seq_len, top_k)
@@ -82,7 +83,8 @@ def score_files(
 
 
 class _Scoring:
-    """The scoring of one file. Its units follow each other in rows as they do in the file."""
+    """The scoring of one file. Rows hold the file's units (pieces of documents, or pairs) in the
+    order of the file."""
 
     def __init__(
         self, ranks: Ranks, file: TokenFile, separator: int | None, top_k: int, report: Report
@@ -93,7 +95,8 @@ class _Scoring:
         self.rows = [*_rows(self.units.length, self.T)]
 
     def run(self, writer: ScoreWriter | None, done: int, before: int) -> None:
-        """Score from a unit on; writer: of the first process. before: tokens of earlier files."""
+        """Score all units from number `done` on. writer: writer on the first process, None on
+        others. before: number of tokens in earlier files."""
         first = next((i for i, row in enumerate(self.rows) if row.start >= done), len(self.rows))
         each = ROUNDS * self.B * self.ranks.first.dev.mesh.size(*DATA)
         saved = time.monotonic()
@@ -115,7 +118,8 @@ class _Scoring:
                 writer.suspend()
 
     def _computed(self, rows: Sequence[slice]) -> list[np.ndarray]:
-        """F32 (B, T), with top_k (B, T, 2 top_k), of each batch of rows; on all processes."""
+        """Scores of each batch of rows, on all processes: F32 (B, T), or with top_k
+        (B, T, 2 top_k)."""
         batches = [rows[i : i + self.B] for i in range(0, len(rows), self.B)]
 
         def work(rank: Rank, _: int, batch: Batch) -> np.ndarray:
@@ -146,7 +150,7 @@ class _Scoring:
                     )
                 writer.write(span.start + 1, own)
                 at += span.length
-        for unit in range(rows[0].start, rows[-1].stop):  # nothing predicts a document's first
+        for unit in range(rows[0].start, rows[-1].stop):  # a document's first token has score 0
             if not unit or not self.units.goes_on[unit - 1]:
                 nothing = np.zeros((1, *[2 * self.top_k] * (self.top_k > 0)), np.float32)
                 writer.write(int(self.units.start[unit]), nothing)
@@ -162,7 +166,8 @@ def _units(file: TokenFile, separator: int | None, seq_len: int) -> Pieces:
 
 
 def _rows(lengths: np.ndarray, seq_len: int) -> Iterator[slice]:
-    """Units that share a row: as many as fit, in their order."""
+    """Yield the units of each row as a slice: as many consecutive units as fit into seq_len
+    tokens. lengths: tokens of each unit."""
     first, used = 0, 0
     for number, length in enumerate(lengths.tolist()):
         if used + length > seq_len:

@@ -1,5 +1,5 @@
-"""llmq.Trainer: the Trainer of a program of one's own, which can also make the run of `llmq train`,
-as a whole or step by step."""
+"""llmq.Trainer: the Trainer for users' programs. It can also make the run of `llmq train`, as a
+whole or step by step."""
 
 import gc
 import time
@@ -49,20 +49,20 @@ class Trainer(trainer.Trainer):
         super().__init__(callbacks=callbacks, **options)
 
     def train(self) -> None:
-        """Run, or finish an iteration's run; afterwards the model is in --out-dir.
+        """Make the run, or finish the run of an iteration; afterwards the model is in --out-dir.
 
-        LlmqError where --out-dir, --checkpoint-dir or --log-file cannot be written, or has files of
-        another run. A signal saves a checkpoint and raises `llmq.base.signals.Interrupted`, the end
-        of --max-hours OutOfTime.
+        LlmqError if --out-dir, --checkpoint-dir or --log-file cannot be written, or has files of
+        another run. A signal saves a checkpoint and raises `llmq.base.signals.Interrupted`; the end
+        of --max-hours saves one and raises OutOfTime.
         """
         self._steps = self._steps or self._run(ahead=True)
         for _ in self._steps:
             pass
 
     def sample(self, prompt: str = "", **how: Any) -> str:
-        """The prompt and its continuation by the current weights, at most --seq-len tokens; in fp32
-        the same as `llmq sample` of an export. how: fields of `sampling.Sampling`. LlmqError for a
-        prompt that is too long, or an unknown tokenizer."""
+        """The prompt and its continuation by the current weights, together at most --seq-len
+        tokens. In fp32 the text equals that of `llmq sample` with an export. how: fields of
+        `sampling.Sampling`. LlmqError for a too long prompt, or an unknown tokenizer."""
         ((made,),) = self.generate([prompt], **asdict(Sampling(**how)))
         tokenizer, model = known_tokenizer(self.tokenizer), self._generating_model
         return prompt + continuation(
@@ -70,10 +70,11 @@ class Trainer(trainer.Trainer):
         )
 
     def __iter__(self) -> Iterator[StepDone]:
-        """Yield each step of the run when its result is known; weights are those after this step.
+        """Yield each step of the run when its result is known; no later step has changed the
+        weights yet.
 
-        A loop that is left goes on with the next `for`; behind the last step the run ends as it
-        does with `train`, which has the errors.
+        After a `break` the next `for` goes on with the run. After the last step the run ends as in
+        `train`, whose errors it may raise.
         """
         self._steps = self._steps or self._run(ahead=False)
         return self._steps
@@ -97,12 +98,12 @@ class Trainer(trainer.Trainer):
                 )  # fmt: skip
                 loop.ahead, steps = ahead, loop.steps()
                 while True:
-                    with loop.requests.noted():  # not while the caller's code runs
+                    with loop.requests.noted():  # the caller's code gets signals as usual
                         step = next(steps, None)
                     if step is None:
                         break
                     yield step
-        except GeneratorExit:  # of `close`, which tells callbacks why
+        except GeneratorExit:  # from `close`, which itself calls the callbacks' on_end
             raise
         except BaseException as error:
             self.tell_end(error)

@@ -1,6 +1,6 @@
-"""Sensors of the GPUs of a process, or of its CPUs, and a run's reports. A thread reads the sensors
-once a second into plain attributes, so that the run takes no lock and never waits. A driver that
-hangs stops only this thread.
+"""Sensors of a process's GPUs or CPUs, and a run's reports of their readings. A thread reads the
+sensors once a second into plain attributes, so that the run takes no lock and never waits. A
+driver that hangs stops only this thread.
 """
 
 import sys
@@ -25,13 +25,13 @@ INTERVAL = 1.0  # seconds between two rounds of readings
 PATIENCE = 2.0  # seconds that the end of a run waits for a driver that does not answer
 _CAPS = ("power cap", "thermal cap", "other cap")
 
-# A window's samples become their mean and the largest value, in fields NAME and NAME_max, ...
+# Readings whose mean and maximum over a window become the fields NAME and NAME_max.
 _MEANS = (
     *("clock", "fan", "power", "temperature", "gpu_util", "mem_util", "pcie_rx", "pcie_tx"),
     *("util", "memory_used"),
 )
 _NO_MAX = ("fan",)
-_LEAST = "dram_free"  # ... and of free memory the mean and the least
+_LEAST = "dram_free"  # free memory, with mean and minimum: dram_free and dram_free_min
 
 
 class Window:
@@ -40,14 +40,14 @@ class Window:
 
     def __init__(self) -> None:
         self._values: defaultdict[str, list[int]] = defaultdict(list)
-        self._reasons: Counter[str] = Counter()  # samples by reason
-        self._kinds: Counter[str] = Counter()  # ... and by kind of reason
+        self._reasons: Counter[str] = Counter()  # samples by the reason that held the clock down
+        self._kinds: Counter[str] = Counter()  # samples by kind of reason
         self._xids: list[int] = []
         self._samples = 0
 
     def add(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Take one more sample. Returns the fields of a record of the window, in the units of the
-        sample: the means, `_max` or `_min`, and what does not vary as it was last."""
+        """Take one more sample. Returns the window's record so far, in the units of the sample:
+        means, extremes (`_max`, `_min`), and for other fields the last value."""
         self._samples += 1
         found = {name: value for name, value in sample.items() if name not in ("reasons", "xid")}
         for name in (*_MEANS, _LEAST):
@@ -69,8 +69,9 @@ class Window:
         return found if name in _NO_MAX else found | {extreme: most(values, default=UNSUPPORTED)}
 
     def _held_down(self, bits: int) -> dict[str, Any]:
-        """throttle: what llm.q would say of most samples. throttled: percent of the samples in
-        which the clock was held down while the GPU worked. reasons: of each the percentage.
+        """Count a sample's bits of throttle reasons, and return fields. throttle: the most frequent
+        kind, as llm.q names it. throttled: percentage of samples with the clock held down while
+        the GPU worked. reasons: percentage of samples by reason.
         """
         if bits != UNSUPPORTED:
             found = reason(bits)
@@ -87,9 +88,10 @@ class Window:
 
 
 class Sensor:
-    """One source and its samples; `newest` and `summary` are replaced, never changed. name: in
-    messages. card: name of the GPU. index: CUDA's number of the GPU, None: no GPU. newest: the last
-    sample, summary: of the window, {} before the first. at: its time.monotonic()."""
+    """One source and its samples. The thread replaces the dicts `newest` and `summary`, and never
+    changes them. name: name in messages. card: name of the GPU. index: CUDA's number of the GPU;
+    None: no GPU. newest: the last sample. summary: record of the window. Both are {} before the
+    first sample. at: time.monotonic() of the last sample."""
 
     def __init__(self, source: NvmlGpu | HostUsage, name: str, index: int | None = None):
         self.source, self.name, self.index = source, name, index
@@ -98,11 +100,12 @@ class Sensor:
         self.at = time.monotonic()
         self.card: str = getattr(source, "name", "")
         self._window, self._taken = Window(), False
-        self._uncorrected = 0  # memory errors that are known
+        self._uncorrected = 0  # number of uncorrectable memory errors that are known
         self._told_lost = False
 
     def poll(self, news: deque[str]) -> None:
-        """Take a sample, and tell what must be known. Only the thread calls it."""
+        """Take a sample, and append lines about new errors to `news`. Only the thread calls this
+        method."""
         sample = self.source.read()
         if self._taken:
             self._window, self._taken = Window(), False
@@ -127,12 +130,12 @@ class Sensor:
         return lines
 
     def errors(self) -> list[str]:
-        """Lines about new errors of a GPU at this moment."""
+        """Read a GPU's errors now; return lines about new ones."""
         return self.faults(self.source.read_errors())
 
     def take(self) -> dict[str, Any]:
-        """The summary since the last time; the next sample begins a new window. A window without a
-        sample is that before.
+        """The summary of the samples since the last call; the next sample begins a new window.
+        Without a new sample, the last window's summary again.
         """
         summary = self.summary
         self._taken = True
@@ -140,8 +143,8 @@ class Sensor:
 
 
 class Sensors:
-    """Sensors of a process's GPUs, by rank, or of its CPUs; None without readings. news: lines
-    about errors, which the reader removes.
+    """Sensors of a process's GPUs, by rank, or one of its CPUs; None for a GPU without readings.
+    news: lines about errors, which `take_news` removes.
     """
 
     def __init__(self, sensors: Sequence[Sensor | None], interval: float | None = INTERVAL):
@@ -160,16 +163,16 @@ class Sensors:
 
     @property
     def sources(self) -> list[Any]:
-        """By rank what can be asked at any time: the NvmlGpu, or None."""
+        """The NvmlGpu of each rank, which can be queried at any time; None without a GPU."""
         gpus = [sensor and sensor.source for sensor in self.sensors]
         return [gpu if isinstance(gpu, NvmlGpu) else None for gpu in gpus]
 
     def take(self) -> list[dict[str, Any] | None]:
-        """Take as Sensor.take does, by rank."""
+        """The result of Sensor.take for each rank; None without a sensor."""
         return [sensor and sensor.take() for sensor in self.sensors]
 
     def take_news(self) -> list[str]:
-        """The news since this was last called."""
+        """The news since the last call."""
         lines = []
         while self.news:
             lines.append(self.news.popleft())
@@ -177,7 +180,8 @@ class Sensors:
         return lines
 
     def last_words(self) -> list[str]:
-        """All known errors of GPUs, read once more: one may be why the run fails."""
+        """Read all GPUs' errors once more, and return all known errors: one may be the cause of the
+        run's failure."""
         for sensor in self.sensors if self._thread is not None else []:
             if sensor is not None and isinstance(sensor.source, NvmlGpu):
                 self.news.extend(sensor.errors())
@@ -185,7 +189,8 @@ class Sensors:
         return list(dict.fromkeys(self._told))
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Stop the thread; one that waits longer for a driver, in seconds, is left alone."""
+        """Stop the thread. A thread that waits for a driver for more than `patience` seconds is
+        left alone."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(patience)
@@ -210,7 +215,7 @@ class Sensors:
 
 
 def open_sensors(devices: Sequence[Device], interval: float | None = INTERVAL) -> Sensors:
-    """Sensors of the devices' GPUs, none and a warning without NVML; one sensor for all CPUs."""
+    """Sensors of the devices' GPUs, or one sensor of all CPUs. Without NVML a GPU has no sensor."""
     if devices[0].kind != "cuda":
         return Sensors([Sensor(HostUsage(), "CPU")], interval)
     return Sensors([_sensor_of(dev) for dev in devices], interval)
@@ -229,11 +234,12 @@ def _sensor_of(dev: Device) -> Sensor | None:
     return Sensor(gpu, f"GPU {dev.mesh.rank}", dev.index)
 
 
-RECENT = 20  # steps over which the live view takes the mean of waits
+RECENT = 20  # number of steps over which the live view averages waits
 
 
 class Waits:
-    """Time that each rank waits for the others: means since the last record, and recent means."""
+    """The time that each rank waits for other ranks: means since the last record, and means over
+    the last RECENT steps."""
 
     def __init__(self, world_size: int):
         self._sums, self._count = [0.0] * world_size, 0
@@ -247,13 +253,13 @@ class Waits:
             self._recent.append((result.waits, ms))
 
     def take(self) -> list[float | None]:
-        """By rank milliseconds of a step, the mean of those since the last time."""
+        """Mean wait per step since the last call, in ms, by rank; None without such steps."""
         found = [total / self._count if self._count else None for total in self._sums]
         self._sums, self._count = [0.0] * len(self._sums), 0
         return found
 
     def shares(self) -> list[float | None]:
-        """By rank the part of a step, in the last ones."""
+        """The fraction of the last RECENT steps that each rank has waited; None if unknown."""
         recent = list(self._recent)
         total = sum(ms for _, ms in recent)
         if total <= 0:
@@ -263,21 +269,22 @@ class Waits:
 
 
 class Sensing(Callback):
-    """A run's sensors and reports. every: --log-gpu-util; 0: no sensors."""
+    """A run's sensors, and reports of their readings."""
 
     def __init__(self, devices: Sequence[Device], world: World, reporter: Reporter, every: int):
-        """devices: of this process's ranks."""
+        """devices: the devices of this process's ranks. every: steps between reports
+        (--log-gpu-util); 0: no sensors."""
         self._reporter, self._world, self._every = reporter, world, every
         self.sensors = open_sensors(devices) if every > 0 else Sensors([None] * len(devices))
         self.waits = Waits(world.size)
 
     @property
     def panel(self) -> Panel | None:
-        """The panel of the live view; None where nothing is read."""
+        """The panel of the live view; None if this process has no sensors."""
         return Panel(self._rows) if any(self.sensors.sensors) else None
 
     def on_step(self, step: StepDone) -> None:
-        """Add a step's waits, and report sensors every so many steps."""
+        """Add a step's waits, and report sensors every `every` steps."""
         self.waits.add(step.result, step.ms)
         if self._every > 0 and step.step % self._every == 0:
             self._report(step.step)
@@ -285,7 +292,7 @@ class Sensing(Callback):
             self._tell(step.step, self.sensors.take_news())
 
     def on_end(self, end: RunEnd) -> None:
-        """Stop the sensors; add to an error what GPUs have reported, which may be its cause."""
+        """Stop the sensors. Add the errors of GPUs to the run's error, as they may be its cause."""
         if isinstance(end.error, LlmqError):
             end.error.details += tuple(self.sensors.last_words())
         elif isinstance(end.error, Exception):
@@ -298,7 +305,8 @@ class Sensing(Callback):
             self._reporter.message(f"WARNING: {line}", step)
 
     def _report(self, step: int) -> None:
-        """The records of all processes. CPUs have one for each machine."""
+        """Report the readings of all processes: a record for each GPU, or for each machine's
+        CPUs."""
         waits, seen = self.waits.take(), set()
         own = (self.sensors.take(), self.sensors.take_news())
         for index, (summaries, news) in enumerate(self._world.gather(own)):
@@ -309,7 +317,7 @@ class Sensing(Callback):
             self._tell(step, news)
             first = sum(self._world.counts[:index])
             for rank, summary in enumerate(summaries, first):
-                if summary is None or summary.get("util") == UNSUPPORTED:  # not yet
+                if summary is None or summary.get("util") == UNSUPPORTED:  # no use of CPUs yet
                     continue
                 kind = "cpu" if "util" in summary else "gpu"
                 if kind == "cpu" and machine in seen:
@@ -322,7 +330,7 @@ class Sensing(Callback):
                 self._reporter.sensors(kind, step, rank, fields, label, record_line(fields))
 
     def _rows(self) -> list[Row]:
-        """The rows of this process; called by the thread that draws."""
+        """The live view's rows of this process. The thread that draws calls this method."""
         shares, first = self.waits.shares(), self._world.base
         return [
             row_of(sensor, rank, shares[rank])
@@ -332,7 +340,7 @@ class Sensing(Callback):
 
 
 def row_of(sensor: Sensor, rank: int, waits: float | None = None) -> Row:
-    """A sensor as a row of the live view."""
+    """A sensor as a row of the live view. waits: see Row."""
     source, age = sensor.source, time.monotonic() - sensor.at
     if isinstance(source, HostUsage):
         return Row(label="CPU", sample=sensor.newest)

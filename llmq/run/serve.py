@@ -4,9 +4,9 @@
     POST /v1/completions          prompts -> continuations, the same
     GET  /v1/models, /health
 
-One thread uses the device (`Engine`). Each text has a queue of new tokens, read by a thread of the
-server, so that a slow client delays only its own texts. Every field of a request has a bound, and
-fields without support are refused by name.
+One thread uses the device (`Engine`). Each text has a queue of new tokens, which a thread of the
+server reads, so that a slow client delays only its own texts. Every field of a request has a bound.
+A request with an unsupported field is refused, with the field's name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llmq.run.serve_fields import (
 from llmq.text.stop_strings import until
 from llmq.text.tokenizer import Tokenizer, streamed
 
-MOST_WAITING = 1024  # texts of all requests; further requests get status 429
+MOST_WAITING = 1024  # most texts of all requests together; further requests get status 429
 
 
 # ------------------------------------------------------------------------------------------------
@@ -45,7 +45,8 @@ MOST_WAITING = 1024  # texts of all requests; further requests get status 429
 
 
 class Text:
-    """A text that the engine continues: its tokens so far, and those that wait to be read."""
+    """A text that the engine continues. tokens: tokens that were read. queue: tokens that wait to
+    be read."""
 
     def __init__(self, request: Request, engine: Engine):
         self.request, self._engine = request, engine
@@ -54,8 +55,8 @@ class Text:
         self.finish: str | None = None
 
     def ids(self) -> Iterator[int]:
-        """The new ids as they come, without an id that ends the text. LlmqError if the engine
-        fails."""
+        """Yield the new ids as they come, without the id that ends the text. LlmqError if the
+        engine fails."""
         while self.finish is None:
             token = self.queue.get()
             if isinstance(token, Exception):
@@ -66,14 +67,14 @@ class Text:
                 yield token.id
 
     def end(self) -> None:
-        """Stop the text: a stop string came, or the client left."""
+        """Stop generating the text, after a stop string or when the client has left."""
         if self.finish is None:
             self.finish = "stop"
             self._engine.drop(self)
 
 
 class Engine:
-    """Thread that continues the texts of all requests, a token of each at a time."""
+    """A thread that continues the texts of all requests together, token by token."""
 
     def __init__(self, generator: Generator):
         self.generator = generator
@@ -87,7 +88,8 @@ class Engine:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> list[Text]:
-        """Texts that begin as soon as there is room. Refused (429) if too many wait already."""
+        """Queue requests; returns their texts, which begin as soon as there is room. Refused (429)
+        if too many texts wait already."""
         texts = [Text(request, self) for request in requests]
         with self._changed:
             if self.error is not None or self._closed:
@@ -99,13 +101,13 @@ class Engine:
         return texts
 
     def drop(self, text: Text) -> None:
-        """Give up a text."""
+        """Stop continuing a text."""
         with self._changed:
             self._dropped.append(text)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread after the token that is being made; texts end with an error."""
+        """End the thread after the present token; unfinished texts end with an error."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -128,7 +130,8 @@ class Engine:
                 text.queue.put(ended)
 
     def _next(self) -> bool:
-        """Take what requests have changed, and wait while there is no text. False at the end."""
+        """Wait while there is no text; add new texts to the generator and remove dropped ones.
+        Returns False once the engine is closed."""
         with self._changed:
             while not (self._closed or self._running or self._new):
                 self._changed.wait()
@@ -144,10 +147,10 @@ class Engine:
 
 
 class Service:
-    """The model that is served, and the answers to requests.
+    """Answers requests with a model.
 
-    name: of the model. chat: a conversation without messages; None: the tokenizer has no chat
-    template. positions: tokens of the longest text.
+    name: name of the model in answers. chat: a conversation without messages; None: the tokenizer
+    has no chat template. positions: most tokens of a text, prompt included.
     """
 
     def __init__(
@@ -161,7 +164,7 @@ class Service:
     # -- requests --------------------------------------------------------------------------------
 
     def asked(self, body: Any, *, chat: bool) -> Asked:
-        """Check the body of a request. Refused (400) with the field that is wrong."""
+        """Check and convert the body of a request. Refused (400) names the wrong field."""
         if not isinstance(body, dict):
             raise Refused(400, f"the body must be an object, is {short(body)}")
         fields = CHAT if chat else TEXT
@@ -232,7 +235,7 @@ class Service:
         return [self.chat.prompt(messages, values["tools"])]
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
-        """The ids of a text, of ids, or of a list of either."""
+        """The ids of each prompt. prompt: a text, a list of ids, or a list of such prompts."""
         if prompt is None:
             raise Refused(400, "prompt: is missing")
         if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
@@ -253,8 +256,8 @@ class Service:
     # -- replies ---------------------------------------------------------------------------------
 
     def pieces(self, text: Text, stops: Sequence[str]) -> Iterator[str]:
-        """Characters of a text as they are generated, up to a stop string. The engine stops the
-        text when the reader does."""
+        """Yield the characters of a text as they are generated, up to a stop string. The engine
+        stops the text when the reader stops reading."""
         try:
             yield from until(streamed(self.tokenizer, text.request.prompt, text.ids()), stops)
         finally:
@@ -273,7 +276,7 @@ class Service:
         return self._head(kind) | {"choices": choices, "usage": usage(texts, asked)}
 
     def events(self, texts: list[Text], asked: Asked, *, chat: bool) -> Iterator[str]:
-        """The server-sent events of an answer with `stream`: one choice behind the other."""
+        """Yield the server-sent events of an answer with `stream`, one choice after the other."""
         head = self._head("chat.completion.chunk" if chat else "text_completion")
 
         def event(**fields: Any) -> str:
@@ -316,7 +319,8 @@ class Service:
         return {"index": index, **said, "logprobs": None, "finish_reason": finish}
 
     def _logprobs(self, tokens: Sequence[NewToken], *, chat: bool) -> dict[str, Any]:
-        """The log-probabilities of chosen tokens, in the form of either interface."""
+        """The log-probabilities of generated tokens, in the form of chat completions or of
+        completions."""
         texts = [self.tokenizer.decode([token.id]) for token in tokens]
         values = [token.logprob for token in tokens]
         if not chat:
@@ -329,12 +333,12 @@ class Service:
 
 
 def usage(texts: list[Text], asked: Asked) -> dict[str, int]:
-    """The number of tokens of prompts and texts."""
+    """The field `usage` of an answer: numbers of tokens of prompts and of texts."""
     prompt, new = sum(map(len, asked.prompts)), sum(len(text.tokens) for text in texts)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def problem(status: int, message: str) -> dict[str, Any]:
-    """The body of an answer that refuses."""
+    """The body of an answer that reports an error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from llmq.model.generator import Request
 
-MOST_TEXTS = 128  # of one request: prompts times n
-MOST_STOPS, LONGEST_STOP = 16, 1000  # stop strings of a request, characters of one
+MOST_TEXTS = 128  # most texts of one request: number of prompts times n
+MOST_STOPS, LONGEST_STOP = 16, 1000  # most stop strings of a request; most characters of each
 
 
 class Refused(Exception):
@@ -20,7 +20,8 @@ class Refused(Exception):
 
 
 class Field(NamedTuple):
-    """A field of a request's body. types: of its JSON value. least, most: of a number."""
+    """A field of a request's body. types: allowed types of its JSON value. least, most: bounds of
+    a number; None: none."""
 
     types: tuple[type, ...]
     default: Any = None
@@ -28,8 +29,8 @@ class Field(NamedTuple):
     most: float | None = None
 
     def read(self, name: str, body: Mapping[str, Any]) -> Any:
-        """Return the value, or the default for null and a missing field. Refused (400) for
-        another."""
+        """Return the value, or the default for null and for a missing field. Refused (400) for a
+        value of another type or outside the bounds."""
         value = body.get(name)
         if value is None:
             return self.default
@@ -73,7 +74,7 @@ TEXT = SHARED | {
     "stream_options": Field((dict,), {}),
 }
 UNUSED = {"model", "user", "metadata", "store", "parallel_tool_calls", "service_tier"}
-"""Fields that change nothing about a text."""
+"""Accepted fields that have no effect."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -85,13 +86,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
 }
-"""Fields without support, and their values that ask for nothing."""
+"""Unsupported fields, and their values without effect, which are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request after its check. prompts: ids of each. stops: stop strings. counts: True if a
-    stream ends with the number of tokens."""
+    """A checked request. prompts: ids of each prompt. n: texts for each prompt. stops: stop
+    strings. counts: True if a stream ends with the numbers of tokens."""
 
     prompts: list[list[int]]
     requests: list[Request]

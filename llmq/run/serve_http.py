@@ -1,4 +1,4 @@
-"""The HTTP side of `llmq serve`: addresses, callers, and streams that end with their readers."""
+"""The HTTP side of `llmq serve`: routes, checks of callers, and streams of text."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from llmq.text.guarded import guarded_tokenizer
 from llmq.text.tokenizer import Tokenizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-MOST_BYTES = 8 << 20  # of a request's body
-LOOK = 0.5  # seconds between two looks whether a client that waits is still there
+MOST_BYTES = 8 << 20  # most bytes of a request's body
+LOOK = 0.5  # seconds between two checks that a waiting client is still connected
 
 
 async def body_of(request: Any, key: str | None) -> Any:
-    """The JSON value of a request's body. Refused without the key, for another content type, and
-    for a body that is too large or no JSON."""
+    """The JSON value of a request's body. Refused for a missing or wrong key, another content type,
+    and a body that is too large or is not JSON."""
     given = request.headers.get("authorization", "")
     if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
         raise Refused(401, "the API key is missing or wrong")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a form of any web page could send others
+    if kind != "application/json":  # forms of foreign web pages can send only other types
         raise Refused(415, "the content type must be application/json")
     body = b""
     async for part in request.stream():
@@ -55,7 +55,7 @@ async def body_of(request: Any, key: str | None) -> Any:
             raise Refused(413, f"the body has more than {MOST_BYTES} bytes")
     try:
         value = json.loads(body)
-        if b"\\ud" in body.lower():  # perhaps half a character, which no answer could hold
+        if b"\\ud" in body.lower():  # perhaps a lone surrogate, which UTF-8 cannot encode
             value = json.loads(mended(json.dumps(value, ensure_ascii=False)))
         return value
     except (ValueError, RecursionError) as error:
@@ -63,7 +63,7 @@ async def body_of(request: Any, key: str | None) -> Any:
 
 
 class Events(StreamingResponse):
-    """A stream whose texts end with it, also when the client goes before it begins."""
+    """A stream that stops its texts when it ends, even if the client leaves before it begins."""
 
     def __init__(self, events: Iterator[str], texts: list[Text]):
         super().__init__(events, media_type="text/event-stream")
@@ -79,16 +79,16 @@ class Events(StreamingResponse):
 
 @asynccontextmanager
 async def lifespan(_: Starlette) -> AsyncIterator[None]:
-    current_default_thread_limiter().total_tokens = MOST_WAITING  # a reader waits in each
+    current_default_thread_limiter().total_tokens = MOST_WAITING  # a thread waits for each text
     yield
 
 
 def application(
     service: Service, hosts: Sequence[str], key: str | None, origins: Sequence[str]
 ) -> Any:
-    """The ASGI application. hosts: names under which clients reach the server, so that no page of
-    another name does ("*": any). key: what clients must send as bearer token. origins: of pages
-    whose scripts may call."""
+    """The ASGI application. hosts: host names that clients may use for the server ("*": any), a
+    protection against DNS rebinding. key: bearer token that clients must send, or None. origins:
+    origins of web pages whose scripts may call the server."""
 
     async def answer(request: HttpRequest, *, chat: bool) -> Response:
         body = await body_of(request, key)
@@ -149,9 +149,9 @@ def run_serve(
     kv_dtype: str | None = None,
     ready: Callable[[Any], None] = lambda server: None,
 ) -> None:
-    """Serve a model until a signal ends the program. texts: number of texts
-    that are continued at the same time. max_tokens: of a text, prompt included. ready: called with
-    uvicorn's server before it starts."""
+    """Serve a model until a signal ends the program. texts: most texts that are continued at the
+    same time. max_tokens: most tokens of a text, prompt included. ready: called with uvicorn's
+    server before it starts."""
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)

@@ -1,4 +1,4 @@
-"""Shares of the ranks in a step (--share): measured, and the micro-batches dealt by them."""
+"""Shares of the ranks in a step (--share): measures them, and deals micro-batches by them."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -14,16 +14,17 @@ from llmq.plan.plan import Plan
 from llmq.plan.shares import speeds, times_of
 from llmq.runtime.machine import Machine
 
-WARM_UP, MEASURED = 2, 5  # first steps, and the steps behind them whose times choose the shares
+WARM_UP, MEASURED = 2, 5  # number of ignored first steps, and of steps measured after them
 
 
 class Shares(Callback):
-    """Shares of this process's ranks. rates: micro-batches that they compute in the same time;
-    None: equal shares, and with --share auto not known yet."""
+    """Shares of this process's ranks. rates: micro-batches that each rank computes in the same
+    time; None: equal shares (--share auto: shares are not measured yet)."""
 
     def __init__(self, config: TrainConfig, machine: Machine, plan: Plan):
-        """plan: of the config. If the GPUs differ, and `llmq rig` has measured each kind here, the
-        plan's times of a micro-step choose the shares; else those of the first steps."""
+        """plan: the plan of `config`. With --share auto, shares follow the plan's times of a
+        micro-step if `llmq rig` has measured each kind of GPU here; else times of the first
+        steps."""
         self._accumulation = config.grad_accumulation
         self._devices = [spec.name for spec in machine.specs]
         several = len(self._devices) > 1 and self._accumulation > 1
@@ -36,13 +37,13 @@ class Shares(Callback):
             self._choose(speeds(times_of(plan, cards)))
 
     def of(self, count: int) -> list[int]:
-        """Micro-batches of each rank, in a step of `count` for each on average."""
+        """Number of micro-batches of each rank, in a step with a mean of `count` per rank."""
         return apportion(count * len(self._devices), self.rates or [1.0] * len(self._devices))
 
     def deal(self, of_ranks: Sequence[Sequence[Batch]]) -> list[list[tuple[int, Batch]]]:
-        """Deal micro-batches by shares, with their numbers as in `rings.scalars_of`. of_ranks: the
-        micro-batches of an equal division. A rank gets a part of all of them in the order of
-        ranks."""
+        """Deal micro-batches by shares. of_ranks: equally many micro-batches for each rank; each
+        rank gets a consecutive part of their concatenation. Returns (number, batch) by rank, with
+        numbers as in `rings.scalars_of`."""
         count = self._accumulation
         edges = [0, *accumulate(self.of(len(of_ranks[0])))]
         placed = [(r * count + i, b) for r, own in enumerate(of_ranks) for i, b in enumerate(own)]
@@ -52,8 +53,8 @@ class Shares(Callback):
         ]
 
     def on_step(self, step: StepDone) -> None:
-        """Note how long each rank worked for its equal share of a step; choose shares once there
-        are enough of these times."""
+        """Note each rank's working time for its equal share of a step; after MEASURED steps choose
+        the shares."""
         if not self.measures or step.number < WARM_UP:
             return
         working = (max(step.ms - waits, 1e-3 * step.ms) for waits in step.result.waits)
@@ -67,7 +68,7 @@ class Shares(Callback):
         self._tell(self._line)
 
     def announce(self, tell: Callable[[str], None]) -> None:
-        """Tell the shares, now or once they are measured."""
+        """Pass a line about the shares to `tell`, now or once they are measured."""
         self._tell = tell
         if self.rates is not None:
             tell(self._line)
@@ -78,13 +79,13 @@ class Shares(Callback):
         return f"Shares of the GPUs: {shown(shares)} of a step's {sum(shares)} micro-batches"
 
     def state(self) -> dict[str, Any]:
-        """Shares and their GPUs, in JSON types, for `load`; {} if all are equal so far."""
+        """The shares and the names of their GPUs, in JSON types, for `load`; {} without rates."""
         if self.rates is None:
             return {}
         return {"shares": {"rates": [*self.rates], "gpus": self._devices}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on with the shares of a checkpoint, instead of measuring, if they are of these
+        """Use the shares of a checkpoint instead of measuring, if they were measured on the same
         GPUs."""
         shares = state.get("shares", {})
         if self.measures and shares.get("gpus") == self._devices:

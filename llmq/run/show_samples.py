@@ -14,11 +14,11 @@ from llmq.base.files import read_errors
 from llmq.run.rewards import REWARD
 from llmq.text.show import Marks, marks_here
 
-SHOWN = 3  # best samples, and worst ones
+SHOWN = 3  # default number of best samples, and of worst samples
 
 
 def run_show_samples(path: Path, step: int | None, limit: int | None) -> None:
-    """Print samples of a step, the newest if None: the best and the worst, `limit` of each."""
+    """Print the best and the worst samples of a step, `limit` of each. step: None: the newest."""
     rows = _rows_of(path, step)
     scored = [row for row in rows if "rewards" in row]
     if not rows:

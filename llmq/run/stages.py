@@ -9,20 +9,21 @@ from llmq.base.errors import print_error
 
 
 class Stages:
-    """Parts of a start in their order, each up to its mark; the first one begins with the
-    process. printed: whether `first` prints them."""
+    """Durations of the parts of a start, in order. A part ends at its mark, where the next one
+    begins; the first part begins with the process. printed: True if `first` prints the parts."""
 
     def __init__(self, *, printed: bool):
         self.printed, self.seconds = printed, {}
         self._last = time.perf_counter() - (time.time() - psutil.Process().create_time())
 
     def mark(self, name: str) -> None:
-        """End a part."""
+        """End the present part, under this name."""
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
 
     def first(self, ids: Iterator[int]) -> Iterator[int]:
-        """The ids of a text, with a line on standard error when the first one is there."""
+        """Yield the ids of a text; at the first id, print the parts of the start to standard
+        error."""
         for id_ in ids:
             if self.printed:
                 self.mark("first token")

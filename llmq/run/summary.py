@@ -30,10 +30,10 @@ def five_lines(
 ) -> list[str]:
     """The lines Data, Model, Steps, Memory and Time.
 
-    data: in words. device_bytes, limit: of each GPU, or of the CPU's memory, limit None where none
-    is known. host_bytes: of pinned memory, 0 on the CPU. seconds: of the run, predicted, and the
-    relative error of the prediction; None where they are not known. ssd: what lies in files, in
-    words.
+    data: the data in words. device_bytes: needed memory of each GPU, or of the CPU. limit: usable
+    bytes of this memory; None: unknown. host_bytes: pinned host memory, 0 on the CPU. seconds:
+    predicted duration of the run. error: relative error of the prediction. Both are None if
+    unknown. ssd: the state kept in files, in words; None: none.
     """
     method = "all weights are trained"
     if adapters_of(config) is not None:
@@ -71,7 +71,7 @@ def _time(seconds: float | None, error: float | None) -> str:
 
 
 def next_commands(config: TrainConfig, *, base: str) -> list[str]:
-    """The commands that people give after a run. base: the model of adapters, as it was given."""
+    """Likely next commands after a run. base: --model of a run that trains adapters."""
     folder, model = config.out_dir, shlex.quote(str(config.out_dir))
     if config.head == "score":
         return [f"  llmq score {model} FILE.jsonl --out scored.jsonl"]
@@ -84,7 +84,7 @@ def next_commands(config: TrainConfig, *, base: str) -> list[str]:
 
 
 def _text(folder: Path) -> str:
-    """The configuration of a model's tokenizer; "" where there is none."""
+    """The text of a model's tokenizer_config.json; "" without this file."""
     try:
         return (folder / "tokenizer_config.json").read_text()
     except OSError:

@@ -24,14 +24,14 @@ from llmq.text.tokenizer import ByteTokenizer
 from llmq.text.tokenizer_id import tokenizer_of_folder
 
 _SHARED = "seq_len batch_size device gpus model_dtype base_dtype attention use_cuda_graphs p2p"
-UNLIKELY = -40.0  # logarithm of a probability that counts as 0
+UNLIKELY = -40.0  # log-probability that counts as probability 0
 
 
 def teacher_of(
     config: TrainConfig, *, plans: bool = False
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Options and model of the teacher of a run. plans: as of `load_run`. LlmqError for a model
-    that cannot be one."""
+    """Options, model and model directory of a run's teacher. plans: see `load_run`. LlmqError for a
+    model that cannot be a teacher."""
     shared = {name: getattr(config, name) for name in (*_SHARED.split(), "loss", "loss_params")}
     own = {"model": find_model(config.teacher), "train_file": ("none",), "document_mask": True}
     made = TrainConfig(**SCORED | shared | own).normalized()
@@ -46,8 +46,8 @@ def teacher_of(
 
 
 class Teacher(Closing):
-    """The teacher of a trainer's samples, on the same devices. LlmqError for another tokenizer, and
-    where the trainer leaves too little memory."""
+    """The teacher of a trainer's samples, on the trainer's devices. LlmqError if the tokenizers
+    differ, or if the trainer leaves too little memory."""
 
     def __init__(self, trainer: Trainer):
         config, model, folder = teacher_of(trainer.config)
@@ -69,7 +69,8 @@ class Teacher(Closing):
         self._trainer = own
 
     def score(self, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """The teacher's most likely tokens behind each token, F32 (B, T, 2 k), of micro-batches."""
+        """For each micro-batch, the teacher's k likeliest next tokens at each position: ids, then
+        log-probabilities, F32 (B, T, 2 k)."""
         vocab = self._trainer.model.vocab_size
         given = [
             partial(b._replace, inputs=np.where(b.inputs < vocab, b.inputs, 0), named={})
@@ -84,7 +85,7 @@ class Teacher(Closing):
 
 
 def _fingerprint(source: str | None) -> str | None:
-    """The fingerprint of a run's tokenizer; None for an unknown one."""
+    """The fingerprint of the tokenizer at this place; None for an unknown tokenizer."""
     if source is None or source == ByteTokenizer.fingerprint:
         return source
     made = tokenizer_of_folder(Path(source))
@@ -96,8 +97,8 @@ def _scored(rank: Rank, _: int, batch: Batch) -> np.ndarray:
 
 
 def _of_vocabulary(scores: np.ndarray, vocab: int) -> np.ndarray:
-    """Scores with other tokens, as unlikely ones, in the place of tokens that a vocabulary lacks:
-    a larger model may have more rows for the same tokenizer."""
+    """Scores (B, T, 2 k) in which unlikely other tokens replace ids from `vocab` on: a larger
+    teacher may have more rows for the same tokenizer."""
     k = scores.shape[-1] // 2
     ids = scores[..., :k].view(np.int32)
     for row in np.argwhere((ids >= vocab).any(axis=-1)):

@@ -1,4 +1,4 @@
-"""`llmq top`: the live view of a run that another process makes, from its log and from NVML."""
+"""`llmq top`: the live view of another process's run, from the run's log and from NVML."""
 
 import math
 import os
@@ -22,17 +22,18 @@ from llmq.run.sensors import INTERVAL, Sensor, Sensors, row_of
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, find_nvml
 
-LOOKS = 1.0  # seconds
+LOOKS = 1.0  # seconds between two reads of the log
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
-PAUSE = 60.0  # seconds without a record, after which a run has ended whose lock does not tell
+PAUSE = 60.0  # seconds without a record after which a run without a live lock counts as ended
 MOST_RANKS = 1 << 16
-SHOWN_NEWS = 2  # errors of GPUs
+SHOWN_NEWS = 2  # most errors of GPUs below the view
 _ENDS = (*DONE, "Stopped by ")
 
 
 class Follower:
-    """State of a run, from its log. ended: True behind the log's end record. supervised: started by
-    --restarts. models, gpus, cpus: newest records by rank."""
+    """State of a run, from its log. ended: True once the log has its end record. supervised: True
+    if --restarts started the run. models, gpus, cpus: newest `gpu-model`, `gpu` and `cpu` records,
+    by rank."""
 
     def __init__(self, log: Path):
         self.log = log
@@ -84,7 +85,7 @@ class Follower:
                 )
 
     def waits(self, rank: int) -> float | None:
-        """The part of a step in which a rank waits for others; None where it is not known."""
+        """The fraction of a step in which a rank waits for other ranks; None if unknown."""
         waited = self.gpus.get(rank, {}).get("communication")
         return None if waited is None or not self.progress.ms else waited / self.progress.ms
 
@@ -100,13 +101,14 @@ def _number(value: Any) -> float:
 
 
 def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
-    """The GPU of a `gpu-model` record of this log, if this machine has it."""
+    """The GPU that a `gpu-model` record of this log describes, if it is in this machine, else
+    None."""
     uuid, place = model.get("uuid"), model.get("bus_id")
     if nvml is None or place is None:
         return None
     with suppress(nvml.NVMLError):
         gpu = find_gpu(nvml, place, uuid or "")
-        # A run that reads no sensors does not know the id.
+        # The record of a run without sensors has no uuid.
         if gpu.uuid == uuid if uuid else is_written_here(log):
             return gpu
         gpu.close()
@@ -114,7 +116,7 @@ def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
 
 
 class Top:
-    """The content of the screen: a log's run, or the machine alone."""
+    """The content of the screen: a log's run with its GPUs, or only this machine's GPUs."""
 
     def __init__(self, log: Path | None):
         self.run = None if log is None else Follower(log)
@@ -141,13 +143,14 @@ class Top:
             self._try(self.run)
 
     def _try(self, run: Follower) -> None:
-        """DataError where what the log says cannot be shown: here, not in a thread that draws."""
+        """Draw the log's records once, so that malformed records raise DataError here, and not in
+        the thread that draws."""
         with as_written(run.log, "its last record of steps or sensors"):
             run.progress.render()
             panel_lines(self.rows(), WIDE)
 
     def _of_run(self, models: dict[int, dict[str, Any]]) -> list[Sensor | None]:
-        """By rank; None of a GPU that is elsewhere."""
+        """Sensors of the run's GPUs by rank; None for a GPU of another machine."""
         found: list[Sensor | None] = [None] * (max(models, default=-1) + 1)
         for rank, model in models.items():
             gpu = _here(self._nvml, model, self.run.log)
@@ -160,8 +163,8 @@ class Top:
         return found or [Sensor(HostUsage(), "CPU")]
 
     def rows(self) -> list[Row]:
-        """Rows of GPUs: current readings on this machine, the log's last ones for other
-        machines."""
+        """Rows of GPUs: present readings of this machine's GPUs, the log's last readings of other
+        machines' GPUs."""
         run, rows = self.run, []
         for rank, sensor in enumerate(self._sensors.sensors):
             waits = None if run is None else run.waits(rank)
@@ -210,7 +213,7 @@ class Top:
             return True
         log, written = self.run.log, has_writer(self.run.log)
         if written is None or (self.run.supervised and not written):
-            # Some file systems have no locks; and a run that has crashed may be started again.
+            # Some file systems have no locks; and --restarts may start a crashed run again.
             written = silence(log) < PAUSE
         return written and not self.run.ended
 
@@ -219,9 +222,9 @@ class Top:
 
 
 def run_top(log: Path | None, *, once: bool = False, every: float = LOOKS) -> None:
-    """Show a log's run and its GPUs, or this machine's GPUs, until the run's end or Ctrl-C. once:
-    print once, as without a terminal. every: seconds between reads of the log. DataError if the log
-    cannot be read.
+    """Show a log's run and its GPUs, or this machine's GPUs (log: None), until the run's end or
+    Ctrl-C. once: print one view, as is done without a terminal. every: seconds between reads of the
+    log. DataError if the log cannot be read.
     """
     console = printable_console()
     top = Top(log)
@@ -237,6 +240,6 @@ def run_top(log: Path | None, *, once: bool = False, every: float = LOOKS) -> No
                 top.look()
                 live.update(top.render())
     except KeyboardInterrupt:
-        pass  # how one leaves it
+        pass  # Ctrl-C leaves the view
     finally:
         top.close()

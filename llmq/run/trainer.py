@@ -74,17 +74,17 @@ class Trainer(Closing):
             trainer.export("output/model")
 
     Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
-    that do not work raise LlmqError before anything is allocated. Several GPUs (gpus=...) have a
-    thread each, all driven from the one that calls; an error in one thread stops all.
+    that do not work raise LlmqError before anything is allocated. Each GPU (gpus=...) has a
+    thread, driven by the calling thread; an error in one thread stops all.
 
     config, model: TrainConfig and ModelConfig. plan: memory, counted before allocation. machine:
-    devices. world, world_size: processes and ranks, number of ranks. steps_done: since the
-    beginning of the run. validated_at: steps_done at the last validation. history: part of the
-    reports that checkpoints store. run: id; after `load` the checkpoint's, or a fork's with another
-    name. tokenizer_id: tokenizer of the data, None if unknown. callbacks: listeners, which are
-    called in this order. last_step: the newest step whose result is known. last_end: its end as in
-    `Result`, None if other work of the device follows that step. loaded: path of the checkpoint
-    that `load` has read. samples: `Rollouts` in place of files.
+    devices. world: processes and ranks. world_size: number of ranks. steps_done: number of steps
+    since the beginning of the run. validated_at: steps_done at the last validation. history: part
+    of the reports that checkpoints store. run: id of the run; after `load` the checkpoint's id, or
+    a new id for a fork. tokenizer_id: tokenizer of the data, None if unknown. callbacks: listeners,
+    in the order of their calls. last_step: the newest step whose result is known. last_end: its end
+    in ns, None if the device did other work since. loaded: path of the checkpoint that `load` has
+    read. samples: `Rollouts` that replace token files, or None.
     """
 
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
@@ -114,8 +114,8 @@ class Trainer(Closing):
     ) -> Trainer:
         """A trainer with checked options, without weights: call `load_weights` or `load` next.
 
-        tokenizer_id: of `agreed_tokenizer`; None where the data do not matter. world: whose
-        processes all make the same calls of the trainer.
+        tokenizer_id: result of `agreed_tokenizer`; None where the data do not matter. world: the
+        processes of the run, which all make the same calls of the trainer.
         """
         self = cls.__new__(cls)
         self._open(config, model, model_dir, tokenizer_id, world)
@@ -130,13 +130,13 @@ class Trainer(Closing):
         world: World = World(),
         named: Collection[str] = (),
     ) -> None:
-        """named: options that the caller gave. Given files are opened; documents, scores and
-        default files are read by the first step without batches."""
+        """named: options that the caller gave. Files among these options are checked here; the
+        first step that reads token files opens documents, scores and default files."""
         model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
         self.tokenizer_id = tokenizer_id
-        self.steps_done = self._count = 0  # steps that were enqueued: of the run, of this trainer
+        self.steps_done = self._count = 0  # enqueued steps of the run, and of this trainer
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
@@ -144,7 +144,7 @@ class Trainer(Closing):
         self.last_step: StepDone | None = None
         self.last_end: int | None = None
         self.loaded: Path | None = None
-        self._enqueued: dict[int, partial[StepDone]] = {}  # by ticket: steps without a result
+        self._enqueued: dict[int, partial[StepDone]] = {}  # steps without a result, by ticket
         self._has_scores = False
         self.samples: Any = None
         self._restored: TemporaryDirectory | None = None  # for a checkpoint's tokenizer
@@ -220,13 +220,13 @@ class Trainer(Closing):
 
     @property
     def epoch(self) -> tuple[int, float]:
-        """Number of the epoch, from 0, and its fraction that was read."""
+        """Number of the epoch, from 0, and the fraction of the epoch that was read."""
         return self.train_loader.epoch, self.train_loader.passed
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: --steps, or steps so far and the rest of --epochs, whatever the
-        number of GPUs was before.
+        """Steps of the whole run: --steps, or steps so far plus the steps of the remaining --epochs
+        on the present number of GPUs.
         """
         if self.config.steps >= 0:
             return self.config.steps
@@ -234,12 +234,12 @@ class Trainer(Closing):
             loader, more = self.train_loader, self.config.epochs - 1 - self.train_loader.epoch
             left = self._steps_of(loader.batches_left)
             steps = self.steps_done + (left + more * self.steps_per_epoch if more >= 0 else 0)
-            self.config.check_total(steps)  # which could not be known before
+            self.config.check_total(steps)  # only open token files tell this number
             self._steps_of_epochs = steps
         return self._steps_of_epochs
 
     def learning_rate(self, step: int) -> float:
-        """The schedule's value for a step, counted from 0."""
+        """The schedule's learning rate for a step, counted from 0."""
         return self.config.rate(step, self.total_steps)
 
     # -- training --------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ class Trainer(Closing):
     def step(self, batches: Sequence[Batch] | None = None) -> Result:
         """One optimizer step; waits for its result. The loss is the mean over all target tokens.
 
-        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked, and
-        with --document-mask starts (see Batch), and `named` arrays that the loss or the model
-        reads; W * A batches with W ranks and A = --grad-accumulation; batches[i * W + r] is the
-        i-th of rank r, so that one rank with W * A micro-steps computes the same. None: from the
+        batches: micro-batches with int32 inputs and targets (B, T), where -100 masks a target, with
+        starts for --document-mask (see Batch), and with `named` arrays that the loss or the model
+        reads. W ranks and A = --grad-accumulation take W * A batches; batches[i * W + r] is the
+        i-th of rank r. One rank with W * A micro-steps computes the same. None: batches of the
         training files.
         """
         done, arguments = self._next_step(batches)
@@ -265,7 +265,8 @@ class Trainer(Closing):
     ) -> int:
         """Like `step`, without waiting: the returned ticket is for `result`.
 
-        lr: another learning rate than the schedule's. limits: beyond which no update is made.
+        lr: learning rate; None: the schedule's. limits: loss and norm beyond which the device
+        makes no update.
         """
         done, arguments = self._next_step(batches, lr, limits)
         return self._noted(self.ranks.train(*arguments), done)
@@ -273,8 +274,8 @@ class Trainer(Closing):
     def _next_step(
         self, batches: Sequence[Batch] | None, lr: float | None = None, limits: Limits = NO_LIMITS
     ) -> tuple[partial[StepDone], tuple[Any, ...]]:
-        """The next step, which counts as done from now on: the event of its end without the result,
-        and the arguments of `Ranks.train`."""
+        """Take the next step, which counts as done from now on. Returns its StepDone, which still
+        lacks the result, and the arguments of `Ranks.train`."""
         self.ranks.pool.check_open(f"step {self.steps_done}")  # before batches are taken
         lr = self.learning_rate(self.steps_done) if lr is None else lr
         meshes = [dev.mesh for dev in self.ranks.devices]
@@ -303,8 +304,8 @@ class Trainer(Closing):
         return computed, computed - self.ranks.padding_of(ticket)
 
     def result(self, ticket: int) -> Result:
-        """The result of the step with this ticket, which callbacks are told the first time; at most
-        three steps may follow the step."""
+        """The result of the step with this ticket; the first call tells callbacks. At most three
+        steps may have been enqueued after this step."""
         result = self.ranks.result(ticket)
         if (done := self._enqueued.pop(ticket, None)) is not None:
             ms = (result.end - (self.last_end or result.begin)) / 1e6
@@ -316,12 +317,12 @@ class Trainer(Closing):
 
     @property
     def micro_batches(self) -> int:
-        """In an optimizer step, of all ranks together."""
+        """Micro-batches of all ranks in an optimizer step."""
         return self.config.grad_accumulation * self.dev.mesh.size(*DATA)
 
     def _next_batches(self) -> list[Batch]:
-        """The batches of this process. DataError in all processes if one cannot read its
-        batches."""
+        """The next step's batches of this process. DataError in all processes if one process cannot
+        read its batches."""
         self.score_reference()
         self.advance_epoch_if_needed()
         count = self.train_loader.step_batches(self.config.grad_accumulation)
@@ -334,9 +335,9 @@ class Trainer(Closing):
         return self._origin.reference
 
     def score_reference(self) -> None:
-        """See that there is what the reference thinks of each token, if the loss reads it. Without
-        --scores the model of the first weights scores all files once, into --checkpoint-dir.
-        LlmqError for scores of another model."""
+        """Ensure that the reference model's scores of all tokens exist, if the loss reads scores.
+        Without --scores the first weights score all files once, into --checkpoint-dir. LlmqError
+        for scores of another model."""
         folder = self.config.scores_folder
         if folder is None or self._has_scores or self.samples is not None:
             return
@@ -378,8 +379,8 @@ class Trainer(Closing):
     def validate(
         self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
     ) -> Result | None:
-        """The loss on the validation files from their start. max_batches: of a rank; None: all.
-        stopped: asked before every batch; None is returned if it said yes."""
+        """The loss on the validation files from their start. max_batches: most batches of a rank;
+        None: all. stopped: called before every batch; once it returns True, the result is None."""
         self.ranks.pool.check_open("validate")
         _ = self.eval_loader  # ConfigError without one
         self.score_reference()
@@ -392,13 +393,13 @@ class Trainer(Closing):
         return result
 
     def tell_evaluation(self, metrics: dict[str, float]) -> None:
-        """Tell callbacks of an evaluation at this moment. metrics: as in `Evaluation`."""
+        """Tell callbacks of an evaluation at this moment. metrics: see `Evaluation`."""
         for callback in self.callbacks:
             callback.on_evaluation(Evaluation(step=self.steps_done, metrics=metrics))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """With --ema, the weights are their average meanwhile: no step may be made."""
+        """With --ema, replace the weights by their average within the block; make no step there."""
         if not self.config.ema:
             yield
             return
@@ -411,12 +412,12 @@ class Trainer(Closing):
     # -- weights and state -----------------------------------------------------------------------
 
     def load_weights(self) -> None:
-        """Load the model directory's weights, or with --from-scratch random ones."""
+        """Load the weights of the model directory, or random weights with --from-scratch."""
         self._origin.load(self.ranks)
 
     @cached_property
     def tokenizer(self) -> str | None:
-        """The place of this run's tokenizer: "bytes", a directory, or None if there is no trace."""
+        """The place of this run's tokenizer: "bytes", a directory, or None if unknown."""
         return tokenizer_source(self.config, self.model, self.model_dir, self.tokenizer_id)
 
     def save(self, directory: str | Path | None = None) -> Path:
@@ -444,10 +445,10 @@ class Trainer(Closing):
         return Manifest.of(self.model, asdict(self.config), loader, state, *shared)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
-        """Go on from a checkpoint, or the newest in a directory; of any number of GPUs. new_data:
-        leave the training data where it is. Warns of changed options that make other numbers,
-        returns lines about others. LlmqError, and nothing has changed, if it is damaged, of another
-        model or of other data."""
+        """Go on from a checkpoint (or the newest of a directory) of any number of GPUs. new_data:
+        keep the position in the training data. Warns of changed options that change results, and
+        returns lines about other changed options. LlmqError, with the trainer unchanged, for a
+        damaged checkpoint, another model or other data."""
         self.ranks.pool.check_open("load")
         with self._opened(path) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
@@ -455,14 +456,14 @@ class Trainer(Closing):
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{reader.path}'", made)
             self._origin.continue_source(reader)
             check_formats(reader, self._step.state(), type(self._step.optimizer.rule))
-            if not new_data:  # the last that may refuse: until then nothing has changed
+            if not new_data:  # the last check: nothing has changed before
                 state = reader.manifest.loader
                 opened = self.__dict__.get("train_loaders", [])
                 move_loaders(self.train_loaders if state else opened, state)
             runs = (self.config, self.world_size, reader.manifest, reader.world_size)
             changes = changed_options(*runs, new_data=new_data)
             warn(*changes.numbers)
-            if self._origin.adapters is not None:  # the checkpoint has nothing else
+            if self._origin.adapters is not None:  # the checkpoint lacks the base model
                 self._origin.load(self.ranks)
             self.ranks.run("loading the checkpoint", lambda rank: rank.read(reader))
             self.tokenizer_id = self.tokenizer_id or made
@@ -480,8 +481,8 @@ class Trainer(Closing):
 
     @contextmanager
     def _opened(self, path: str | Path) -> Iterator[CheckpointReader]:
-        """A checkpoint of this run's model, or of its adapters, or the newest in a directory;
-        LlmqError where there is none."""
+        """Open a checkpoint of this run's model or adapters; path: the checkpoint, or a directory,
+        for its newest one. LlmqError if there is none."""
         passed: list[str] = []
         found = checkpoint_at(Path(path), passed, self.world)
         warn(*passed)
@@ -495,7 +496,7 @@ class Trainer(Closing):
             yield reader
 
     def restart(self) -> None:
-        """The state before the first step; the training data stay where they are."""
+        """Return to the state before the first step; the position in the training data stays."""
         self.ranks.run("starting again", lambda rank: rank.reset())
         self.load_weights()
         self.steps_done, self._steps_of_epochs = 0, None
@@ -504,12 +505,11 @@ class Trainer(Closing):
     def export(
         self, directory: str | Path | None = None, *, checkpoint: str | Path | None = None
     ) -> None:
-        """Write the model as transformers loads it, or adapters as peft does, with the tokenizer.
+        """Write the model for transformers, or adapters for peft, with the tokenizer.
 
-        directory: --out-dir if None. checkpoint: path of a checkpoint of this run's model whose
-        weights are written, or of a directory, for its newest one, as for `load`; None: the weights
-        of this moment. LlmqError, and an older export stays, if a weight is not finite, unless with
-        --force, or if the checkpoint is damaged or of another model.
+        directory: None: --out-dir. checkpoint: a checkpoint of this run's model, or a directory,
+        for its newest one; None: the present weights. LlmqError if a weight is not finite (without
+        --force), or if the checkpoint is damaged or of another model; an older export stays then.
         """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
@@ -540,10 +540,10 @@ class Trainer(Closing):
         """Generate `num_samples` completions of each prompt with the current weights, in batches
         and in the memory of activations; prompt and completion have at most --seq-len tokens.
 
-        prompts: texts, or ids. how: fields of a `Request`; seed, by default 0, with the place of
-        the prompt and the number of the sample decides the choice, and stop ends texts beside the
-        model's own ids. stopped: asked before each token; CutShort once it says yes. ConfigError
-        for a prompt that does not fit, LlmqError for texts where the tokenizer is not known.
+        prompts: texts, or ids. how: fields of a `Request`. Its seed (default 0) gives each sample
+        its own seed, by prompt and number; the ids of stop end texts, as the model's own end ids
+        do. stopped: called before each token; CutShort once it returns True. ConfigError for a
+        prompt that does not fit, LlmqError for texts without a known tokenizer.
         """
         self.ranks.pool.check_open("generate")
         model, texts = self._generating_model, any(isinstance(p, str) for p in prompts)
@@ -560,7 +560,7 @@ class Trainer(Closing):
 
     @property
     def _generating_model(self) -> ModelConfig:
-        """The model with the ids that end texts of the source model."""
+        """The model, with the source model's ids that end texts."""
         source = self._origin.source
         return self.model if source is None else self.model.ending_at(source.ends)
 
@@ -570,7 +570,7 @@ class Trainer(Closing):
         return {p.name: self.ranks.read_param("gradients", p) for p in params}
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Host copies of all master weights by name, padding included; codes have no masters."""
+        """Host copies of all master weights by name, with padding; quantized blocks have none."""
         params = self._step.weights.params()
         return {p.name: self.ranks.read_param("weights", p) for p in params}
 
@@ -582,7 +582,7 @@ class Trainer(Closing):
         callbacks, self.callbacks = self.callbacks, []
         end = RunEnd(steps_done=self.steps_done, error=error)
         with ExitStack() as stack:
-            for callback in reversed(callbacks):  # an error in one keeps no other from its end
+            for callback in reversed(callbacks):  # on_end of all is called, even after an error
                 stack.callback(callback.on_end, end)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -1,5 +1,5 @@
-"""`llmq train`: the parts of a run around a Trainer, and the lines before its first step: options,
-machine, data, memory."""
+"""`llmq train`: the parts of a run around its Trainer, and the lines that a run prints before its
+first step: options, machine, data, memory."""
 
 import os
 import sys
@@ -84,9 +84,9 @@ from llmq.runtime.world import World
 from llmq.text.token_shards import duplicates_line, gaps
 
 Gpus = Sequence[NvmlGpu | None]
-"""By rank; None: no GPU whose sensors can be read."""
-_FEW_STEPS = 20  # a run of --epochs with fewer is warned of
-_LITTLE = 0.05  # of an epoch's sequences, which may be left out without a word
+"""The GPU of each rank; None for a rank without readable sensors."""
+_FEW_STEPS = 20  # a run of --epochs with fewer steps gets a warning
+_LITTLE = 0.05  # fraction of an epoch's sequences that may be left out without a warning
 
 
 def check_data(trainer: Trainer) -> None:
@@ -94,7 +94,7 @@ def check_data(trainer: Trainer) -> None:
     loader, _ = trainer.train_loader, trainer.eval_loaders
     if trainer.steps_per_epoch == 0:
         trainer.advance_epoch_if_needed()
-    _ = trainer.total_steps  # compared with --cooldown
+    _ = trainer.total_steps  # checks --cooldown
     separator, layout = trainer.config.document_separator, loader.data.layout
     loaders = [loader, *trainer.eval_loaders]
     if layout.needs_documents and separator and not any(one.data.scanned for one in loaders):
@@ -112,8 +112,8 @@ def check_data(trainer: Trainer) -> None:
 def announce_run(
     trainer: Trainer, reporter: Reporter, argv: list[str], checkpoint: Path | None, *, told: bool
 ) -> None:
-    """The five lines of a run, and the record of its command. checkpoint: that the run goes on
-    from. told: whether the lines were printed before."""
+    """Print the five lines of a run, and log the record of its command. checkpoint: from which the
+    run continues, or None. told: True if the lines were printed before."""
     resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
     run, world, where = trainer.run.record(), trainer.world, {}
     if world.several:
@@ -149,8 +149,8 @@ def announce_run(
 
 
 def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
-    """The card of this run's GPUs and the predicted seconds of a step; None on the CPU, and where
-    samples are made between steps."""
+    """The card of this run's GPUs, and the predicted seconds of a step; None for both on the CPU
+    and in `llmq rl`."""
     if trainer.dev.kind != "cuda" or trainer.samples is not None:
         return None, None
     planner = planner_of(trainer.model, trainer.machine, trainer.ranks.backend)
@@ -158,8 +158,8 @@ def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
 
 
 def announce_options(trainer: Trainer, reporter: Reporter) -> None:
-    """[Options], and their records; the console has those that are not as usual, and the sizes of
-    the model with llm.q's lines alone."""
+    """Print [Options], and log all options. The console shows only options that differ from their
+    defaults, and the model's sizes only with --log-format llmq."""
     rows = option_rows(
         trainer.config,
         trainer.model,
@@ -176,7 +176,7 @@ def announce_options(trainer: Trainer, reporter: Reporter) -> None:
 def announce_machine(
     trainer: Trainer, reporter: Reporter, gpus: Gpus, light: SpeedOfLight | None
 ) -> None:
-    """[System r], [Links], [Speed of Light], and their records."""
+    """Print [System r], [Links] and [Speed of Light], and log their records."""
     if trainer.dev.kind == "cuda":
         for rank, record in enumerate(_system_records(trainer, gpus)):
             reporter.block(f"System {rank}", system_lines(record))
@@ -208,7 +208,7 @@ def announce_machine(
 
 
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
-    """The advice of the links for or against --mirror-weights; None where it is as it should be."""
+    """Advice for or against --mirror-weights on these links; None if the option suits them."""
     if (
         config.weight_storage.why_no_mirrors() is not None
         or config.mirror_weights == links.has_staged
@@ -220,7 +220,7 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 
 
 def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
-    """The system records of every rank's GPU."""
+    """The system record of every rank's GPU, of all processes."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
     world = trainer.world
     machine = {"machine": world.machine} if world.several else {}
@@ -232,7 +232,8 @@ def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
 def announce_data(
     trainer: Trainer, reporter: Reporter, named: Mapping[str, Sequence[DataLoader]]
 ) -> None:
-    """[Dataset], and its records. named: validations with a name, by rank."""
+    """Print [Dataset], and log its records. named: by name of a validation its loaders, one for
+    each rank."""
     validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
     loaders = {"train": trainer.train_loader} | validation
     loaders |= {f"eval-{name}": of_ranks[0] for name, of_ranks in named.items()}
@@ -259,8 +260,8 @@ def announce_data(
 
 
 def _not_validated_on(train: DataLoader) -> list[str]:
-    """Warnings about folders of training files in which `llmq tokenize` has kept documents for a
-    validation, which has others."""
+    """Warnings about training folders that contain validation files from `llmq tokenize`, if the
+    run validates on other documents."""
     paths = [file.path for file in train.files]
     folders = dict.fromkeys(path.parent for path in paths if read_manifest(path.parent))
     return [
@@ -272,8 +273,8 @@ def _not_validated_on(train: DataLoader) -> list[str]:
 
 
 def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
-    """The validation files that are trained on: files themselves, and documents that are the
-    same."""
+    """Lines about validation files that are training files, too, or else about documents that
+    training and validation files of a folder share."""
     trained = [file.path.resolve() for file in train.files]
     paths = [file.path.resolve() for file in held_out.files]
     lines = [f"'{path}' is trained on, too" for path in paths if path in trained]
@@ -283,8 +284,8 @@ def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
 
 
 def _left_over(trainer: Trainer) -> str | None:
-    """The part of an epoch that is not trained on, because it fills no step; None for little, or no
-    epoch."""
+    """A warning about the sequences at an epoch's end that fill no step; None if they are few, or
+    if the run is shorter than an epoch."""
     loader, config = trainer.train_loader, trainer.config
     total = loader.data.sequences
     used = loader.sequences(trainer.steps_per_epoch * config.grad_accumulation)
@@ -312,7 +313,7 @@ def announce_memory(
 
 
 def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict[str, int]:
-    """Bytes of the device's memory outside this run's arenas, by name: free, or of others."""
+    """Bytes of the device's memory outside this run's arenas, by name: Free, Reserved, Other."""
     if trainer.dev.kind == "host":
         needed = needed_bytes(trainer.plan, trainer.dev.spec)
         available = host_memory_before // trainer.world.ranks_here
@@ -325,7 +326,7 @@ def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict
 
 
 def _allocations(trainer: Trainer) -> list[str]:
-    """Every allocation of at least --debug-log-allocations MiB."""
+    """A line for every allocation of at least --debug-log-allocations MiB."""
     least = trainer.config.debug_log_allocations * MIB
     labels = {name: {"device": "GPU ", "ssd": "SSD "}.get(name, "HOST") for name in TIERS}
     return [
@@ -339,7 +340,8 @@ def _allocations(trainer: Trainer) -> list[str]:
 def announce_start(
     trainer: Trainer, reporter: Reporter, setup_seconds: float, stop: str | None
 ) -> None:
-    """Announce the run that begins now. stop: why it makes no steps, see Loop.stopped."""
+    """Announce the run that begins now. setup_seconds: duration of the start. stop: why the run
+    makes no steps (see Loop.stopped), or None."""
     steps, done = trainer.total_steps, trainer.steps_done
     epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
     lost = lost_tokenizer(trainer.config, trainer.tokenizer_id, trainer.tokenizer)
@@ -370,10 +372,10 @@ def announce_start(
 
 
 def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) -> None:
-    """Load a checkpoint; without one the weights of --model, or new ones."""
+    """Load the checkpoint; without one load the weights of --model, or make random ones."""
     if checkpoint is not None:
         name = checkpoint.name.removeprefix("step_").removesuffix(".old")
-        name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
+        name = name.lstrip("0") or "0"  # usually a step; the user may have renamed the folder
         with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
             changed = trainer.load(checkpoint, new_data=trainer.config.new_data)
         for line in changed:
@@ -387,7 +389,7 @@ def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) ->
 
 
 def score_data(trainer: Trainer, reporter: Reporter) -> None:
-    """Score the data by the model of the first weights, where the loss reads such scores."""
+    """Score the data with the reference model, if the loss reads such scores."""
     if trainer.config.scores_folder is not None and trainer.samples is None:
         with reporter.section(f"Scores in `{trainer.config.scores_folder}`"):
             trainer.score_reference()
@@ -407,11 +409,11 @@ def run_training(
     *,
     told: bool = False,
 ) -> None:
-    """Train; Interrupted, after saving, if a signal ended the run. world: all its processes call
-    this function. callbacks: a user's, called behind the run's own; `on_end` only if the run has
-    begun. samples: generates the training data, in place of token files. told: see begun. LlmqError
-    before the first step: paths that cannot be written or belong to another run, no such
-    checkpoint, data that do not fit, too little memory."""
+    """Train; raises Interrupted, after saving, if a signal ended the run. world: its processes all
+    call this function. callbacks: the user's, called after the run's own; `on_end` only if the run
+    has begun. samples: makes the source of training data that replaces token files. told: see
+    begun. LlmqError before the first step: paths that cannot be written or belong to another run, a
+    missing checkpoint, unsuitable data, too little memory."""
     world.on_first(lambda: check_libraries(config))
     world.on_first(lambda: check_writable("--out-dir", config.out_dir))
     world.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
@@ -426,7 +428,7 @@ def run_training(
         call = partial(_run_locked, model, model_dir, argv, run, start, world, *parts)
         over = call(stage, checkpoint)
         for stage in (other.following() for other in others):
-            if over:  # by an early stop
+            if over:  # an early stop has ended the run
                 break
             checkpoint = world.each(partial(Lifecycle.resume_from, stage.config, world))
             over = call(stage, checkpoint)
@@ -445,8 +447,8 @@ def _run_locked(
     stage: Stage,
     checkpoint: Path | None,
 ) -> bool:
-    """A stage of run_training, while no other run writes to the same places; True if the run is
-    over with this stage. start: start of the run, of time.monotonic(). world: of run_training."""
+    """Run a stage of run_training, with its places locked. Returns True if the run is over with
+    this stage. start: time.monotonic() at the start of the run. Others: see run_training."""
     config = stage.config
     strangers = world.on_first(lambda: outputs_of_others(config, identity, model_dir, checkpoint))
     before = available_host_memory()
@@ -460,7 +462,7 @@ def _run_locked(
             trainer, argv, stage, checkpoint, strangers, callbacks, start, before, told=told
         ) as loop:
             loop.run()
-        if not loop.is_last:  # the run goes on, and with it a user's callbacks
+        if not loop.is_last:  # the run goes on: the user's callbacks get no on_end yet
             trainer.callbacks = [c for c in trainer.callbacks if c not in callbacks]
     return loop.is_last
 
@@ -479,10 +481,11 @@ def begun(
     loads: bool = True,
     told: bool = False,
 ) -> Iterator[Loop]:
-    """The loop of a run behind its announcement, with log, reports and first weights. checkpoint:
-    to continue from. strangers: of `outputs_of_others`. callbacks: a user's, called behind the
-    run's own. start: time.monotonic() of the run's begin. host_memory_before: see announce_memory.
-    loads: False if the trainer has its weights. told: True if the run's five lines are printed.
+    """Begin a run: open its log, announce it, load first weights. Yields its loop. checkpoint: from
+    which the run continues. strangers: result of `outputs_of_others`. callbacks: the user's, called
+    after the run's own. start: time.monotonic() at the run's start. host_memory_before: see
+    announce_memory. loads: False if the trainer has its weights. told: True if the five lines were
+    printed before.
     """
     config, world = trainer.config, trainer.world
     if trainer.samples is None:
@@ -511,12 +514,12 @@ def begun(
             notes = moved + fork_lines(trainer.run, checkpoint)
             run.begin(argv, checkpoint, notes, host_memory_before, loads=loads, told=told)
             steps = (trainer.steps_done, trainer.total_steps)
-            if not world.several:  # a launcher shows the first process a terminal that is none
+            if not world.several:  # an MPI launcher may give the first process a false terminal
                 brief = config.log_format != "llmq"
                 reporter.view = view_of_run(*steps, run.sensing.panel, path, brief)
             try:
                 yield run.loop
-            except DataError:  # found in the middle of the data: what was learned is kept
+            except DataError:  # in the middle of the data: save the weights so far
                 if trainer.steps_done > run.loop.first:
                     run.loop.save_last(required=False)
                 raise
@@ -536,7 +539,8 @@ class _Run:
         start: float,
         stage: Stage,
     ):
-        """stage: first and last step; the run is saved at the end if another stage follows."""
+        """start: time.monotonic() at the run's start. stage: gives the loop its first and last
+        step. material: inputs of evaluations."""
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         self.material, self.best, self.start = material, best, start
         config, world = self.config, trainer.world
@@ -560,8 +564,8 @@ class _Run:
         told: bool,
     ) -> None:
         """Announce the run and its machine; load weights from the checkpoint, from the model's
-        directory, or from scratch. notes: lines about its places. host_memory_before, loads, told:
-        see begun."""
+        directory, or from scratch. notes: lines about the run's places. host_memory_before, loads,
+        told: see begun."""
         config, trainer, reporter = self.config, self.trainer, self.reporter
         every = config.debug_log_abs_max
         sol = speed_of_light(config, trainer.model, trainer.dev.spec.name, trainer.world_size)
