@@ -1,7 +1,7 @@
-"""One module an operation: grid and launch. Kernels are in `cu/`, their meaning in `ref/`.
+"""Launchers: each module computes the grids of one operation's kernels and launches the kernels.
 
-A `Kernel` declares dtypes, shapes and limits of its arguments (`llmq/runtime/declaration.py`). The
-launcher and the reference take them under the same names. A launch raises TypeError for a wrong
-dtype and ValueError for a wrong shape; docstrings say what is raised beside. Imports base and
-runtime. Start with `elementwise.py`, then `norm.py`.
+CUDA sources are in `cu/`, NumPy references in `ref/`. A `Kernel` declares dtypes, shapes and limits
+of its arguments (`llmq/runtime/declaration.py`); launcher and reference take arguments of the same
+names. A launch raises TypeError for a wrong dtype and ValueError for a wrong shape; docstrings list
+other errors. This package imports base and runtime. Start with `pointwise/elementwise.py`.
 """

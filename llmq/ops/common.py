@@ -17,34 +17,34 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 WARP = 32
-VECTOR_BYTES = 16  # of one load or store
+VECTOR_BYTES = 16  # bytes of one load or store
 MAX_COLUMNS = 8192
 
-# Warps of a block whose rows need fewer. Forward passes take many small blocks; backward passes
-# take few large ones, because every block writes a row of partial sums.
+# Warps of a thread block if a row needs fewer warps. Forward kernels have many small blocks;
+# backward kernels have few large blocks, because every block writes a row of partial sums.
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
-# Compute capability, times 10, of kernels with Hopper's instructions (cu/product/product_sm90.cuh).
+# Compute capability, times 10, that Hopper's instructions need (cu/product/product_sm90.cuh).
 CAPABILITY = 90
 GENERIC_FP8 = (89, 120, 121)
-"""Compute capabilities, times 10, with the fp8 mma of cu/product/product_sm80.cuh. Datacenter
-GPUs between Ada and consumer Blackwell have other fp8 instructions."""
+"""Compute capabilities, times 10, of GPUs that have the fp8 mma of cu/product/product_sm80.cuh.
+Datacenter GPUs between Ada and consumer Blackwell have other fp8 instructions."""
 MULTIPLE = 16  # bytes: alignment of rows in Hopper's products
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment
-TILE_ROWS = 256  # rows of a tile, of a cluster of two blocks
+TILE_ROWS = 256  # rows of a tile, which a cluster of two thread blocks computes
 NARROW, WIDE = 192, 224  # columns of a tile
-# Bytes of a row of a that take as long to multiply as a wide tile takes to store: its store
-# overlaps no multiplication.
+# The store of a wide tile overlaps no multiplication. It takes as long as the multiplication of
+# this many bytes per row of the left matrix.
 STORED_ALONE = 448
 
-# column_sum of cu/pointwise/reduce.cu: threads of a block, rows of a warp before several share
-# columns.
+# column_sum in cu/pointwise/reduce.cu: threads of a block; rows that one warp sums before several
+# warps share columns.
 COLUMN_SUM_THREADS, COLUMN_SUM_ROWS = 1024, 8
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """One row in the registers of `warps` warps, `vectors` 16-byte vectors in each lane."""
+    """One row in registers of `warps` warps: each lane holds `vectors` vectors of 16 bytes."""
 
     warps: int
     vectors: int
@@ -55,16 +55,16 @@ class RowLayout:
         return {"WARPS": self.warps, "VECTORS": self.vectors}
 
     def launch(self, rows: int, block_warps: int, max_blocks: int) -> tuple[int, int]:
-        """(blocks, threads of a block) for a loop over the rows, several rows a block if they
-        fit."""
+        """(blocks, threads of a block) for a loop over rows. A block of at most `block_warps` warps
+        takes several rows at once if they fit."""
         block_rows = max(1, block_warps // self.warps)
         return min(ceil_div(rows, block_rows), max_blocks), WARP * self.warps * block_rows
 
 
 @cache
 def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
-    """Layout of rows of `columns` elements: the fewest warps that hold a row, a power of 2.
-    lane_vectors: vectors of a row that a lane has registers for."""
+    """Layout of rows of `columns` elements: the smallest power of 2 of warps that hold a row.
+    lane_vectors: number of vectors for which a lane has registers."""
     vectors = columns * itemsize // VECTOR_BYTES
     warps = 1
     while warps * WARP * lane_vectors < vectors:
@@ -72,8 +72,8 @@ def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
     return RowLayout(warps, ceil_div(vectors, warps * WARP))
 
 
-# Declared together, because one compilation of reduce.cu defines the types of both. COLUMN_SUM
-# finishes the partial sums of all operations.
+# These kernels are declared together, because one compilation of reduce.cu defines the types of
+# both. COLUMN_SUM finishes the partial sums of all operations.
 BIAS_BACKWARD = Kernel(
     "pointwise/reduce.cu",
     "bias_backward",
@@ -88,8 +88,8 @@ COLUMN_SUM = Kernel(
 
 
 def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) -> None:
-    """target (columns,) = or += sum of partial, F32 (rows, columns), over rows. target None:
-    no launch, because the gradient is not wanted."""
+    """Set target (columns,) to the sum of partial's rows, or add the sum to target. partial: F32
+    (rows, columns). target: None, without a launch, if the gradient is not wanted."""
     if target is None:
         return
     rows, columns = partial.shape
@@ -104,20 +104,21 @@ def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) 
 
 
 def expect_multiple(op: str, dev: Device, name: str, size: int, multiple: int) -> None:
-    """Raise ValueError for a size that GPU kernels cannot load in vectors; references take any."""
+    """Raise ValueError for a size that GPU kernels cannot load in vectors; references take any
+    size."""
     if dev.spec.capability > 0 and size % multiple:
         raise ValueError(f"{op}: {name} must be a multiple of {multiple} on a GPU, got {size}")
 
 
 def abs_max_consts(abs_max: Tensor | None) -> dict[str, int]:
-    """Compile-time constant of kernels with an optional result abs_max, F32 (1,)."""
+    """Compile-time constant of kernels that have an optional result abs_max, F32 (1,)."""
     return {"ABS_MAX": int(abs_max is not None)}
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits (rows, padded_vocab) with outputs and inputs of their loss, (rows,) each.
-    losses, lse: F32, written. targets: I32, negative if masked. weights: F32, of gradients; None:
-    all are 1."""
+    """Logits (rows, padded_vocab) with outputs and inputs of their loss, (rows,) each. losses, lse:
+    F32 outputs, lse is the log-sum-exp. targets: I32, negative in masked rows. weights: F32 factors
+    of the rows' gradients; None: all are 1."""
 
     logits: Tensor
     losses: Tensor
@@ -131,8 +132,8 @@ ROWS_MULTIPLE = 4  # rows of matrices with transposed codes: a thread transposes
 
 
 def declared_fp8(rows: str, features: str) -> str:
-    """Last arguments of a kernel with an optional FP8 result [rows, features], which fp8_args()
-    fills."""
+    """Declaration of a kernel's last arguments, for an optional FP8 result [rows, features];
+    fp8_args() makes their values."""
     return (
         f"out Q[{rows},{features}]? codes, out Q[{features},padded({rows})]? transposed, "
         "f32[1]? scale, inout i32[1]? saturated"
@@ -159,7 +160,8 @@ def fp8_consts(op: str, fp8: Fp8Out | None, rows: int, features: int) -> dict[st
     return {"CODES": int(fp8.codes is not None), "TRANSPOSED": int(fp8.transposed is not None)}
 
 
-# Last arguments of kernels that read the FP8 result of a product, which product_args() fills.
+# Last arguments of kernels that read the FP8 result of a product; product_args() makes their
+# values.
 PRODUCT_ARGS = (
     "f32[1]? in_scale, f32[1]? in_largest, inout f32[1]? in_abs_max, inout i32[1]? in_saturated"
 )
@@ -175,11 +177,13 @@ def product_args(product: ProductCodes | None) -> tuple[Tensor | None, ...]:
 
 # -- Backward kernels of activations, which may write forward's output again -----------------------
 
-NOT_AGAIN = {"OUT": 0, "OUT_TRANSPOSED": 0}  # again_consts of forward kernels in the same file
+# Values of again_consts for forward kernels, which the same file contains.
+NOT_AGAIN = {"OUT": 0, "OUT_TRANSPOSED": 0}
 
 
 def declared_again(rows: str, features: str) -> str:
-    """Last arguments for forward's output [rows, features], which again_args() fills."""
+    """Declaration of the last arguments, for forward's output [rows, features]; again_args() makes
+    their values."""
     return (
         f"out T[*{rows},{features}]? out, out O[{features},padded({rows})]? out_transposed, "
         "f32[1]? out_scale, inout i32[1]? out_saturated"
@@ -192,8 +196,8 @@ def again_args(out: Tensor | None, out_fp8: Fp8Out | None) -> tuple[Tensor | Non
 
 
 def again_consts(op: str, out: Tensor | None, out_fp8: Fp8Out | None) -> dict[str, int]:
-    """Compile-time constants for forward's output: a tensor, or transposed codes. TypeError if both
-    are given, or codes that are not transposed."""
+    """Compile-time constants for forward's output: a tensor or transposed codes. TypeError if both
+    are given, or if out_fp8 has codes that are not transposed."""
     if out is not None and out_fp8 is not None:
         raise TypeError(f"{op}: out and out_fp8 are both given, only one of them can be written")
     if out_fp8 is not None and (out_fp8.codes is not None or out_fp8.transposed is None):
@@ -204,10 +208,10 @@ def again_consts(op: str, out: Tensor | None, out_fp8: Fp8Out | None) -> dict[st
 # -- Kernels of adapters of rows of a matrix ------------------------------------------------------
 
 MAX_SPANS = 4
-COLUMN_MULTIPLE = 8  # BF16 rows of multiples of 16 bytes
+COLUMN_MULTIPLE = 8  # columns: a BF16 row then is a multiple of 16 bytes
 
 Spans = Sequence[tuple[int, int]]
-"""Rows [start, stop) of each adapter of a matrix, in ascending order, none empty."""
+"""The rows [start, stop) of a matrix that each adapter changes; ascending, no span is empty."""
 
 
 def padded_columns(count: int, rank: int) -> int:
@@ -226,7 +230,7 @@ def expect_spans(op: str, spans: Spans, rows: int) -> None:
 
 # -- Kernels that work in OctetTiles --------------------------------------------------------------
 
-OCTET_TILE = (128, 64)  # rows and columns of a block; OctetTile in cu/fp8.cuh
+OCTET_TILE = (128, 64)  # rows and columns of a thread block's OctetTile, see cu/fp8.cuh
 
 
 def octet_tiles(rows: int, columns: int) -> tuple[int, int]:
@@ -237,7 +241,7 @@ def octet_tiles(rows: int, columns: int) -> tuple[int, int]:
 def expect_scales(
     op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 ) -> None:
-    """Raise TypeError unless fp8 codes, and only codes, have scales; and if both are E5M2."""
+    """Raise TypeError if a and b are both E5M2, or unless fp8 codes, and only they, have scales."""
     if a.dtype is b.dtype is E5M2:
         raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
     if not (a.dtype in FP8) is (scale_a is not None) is (scale_b is not None):
@@ -252,7 +256,8 @@ def expect_scale(op: str, name: str, moment: Tensor, scale: Tensor | None) -> No
 
 
 class Tiles(NamedTuple):
-    """Tiles of a result (M, N), TILE_ROWS x columns each, on clusters of two blocks."""
+    """Division of a result (M, N) into tiles of TILE_ROWS rows and `columns` columns. clusters:
+    number of clusters, of two thread blocks each, that run at once."""
 
     M: int
     N: int
@@ -271,17 +276,18 @@ class Tiles(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """Number of tiles that all clusters could compute in as many waves."""
+        """Number of tiles that all clusters could compute in the waves that the result needs."""
         return ceil_div(self.count, self.clusters) * self.clusters
 
     @property
     def idle(self) -> float:
-        """Elements that clusters compute in vain or not at all, as a fraction of M * N."""
+        """Elements outside the result that the waves have time for, as a fraction of M * N."""
         return self.computed * TILE_ROWS * self.columns / (self.M * self.N) - 1
 
 
 def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
-    """Columns of a tile with which `adapted` is fastest. row_bytes: bytes of a row of a.
+    """Columns of a tile with which the kernel `adapted` is fastest. row_bytes: bytes of a row of
+    the left matrix.
 
     A wave's time grows with columns and K. Storing a narrow tile overlaps the next multiplication;
     storing a wide tile does not."""
@@ -298,8 +304,8 @@ CHUNK = 64
 
 
 class Heads(NamedTuple):
-    """Heads of linear attention over states. Hk: of queries and keys, DK channels each. Hv: of
-    values and states, DV channels each."""
+    """Heads of linear attention over states. Hk: number of query and key heads. Hv: number of value
+    heads and states. DK: channels of a query or key. DV: channels of a value."""
 
     Hk: int
     Hv: int
@@ -313,10 +319,10 @@ class Heads(NamedTuple):
 
 
 class ChunkedCall:
-    """Sizes, scratch and costs of one call that computes texts in chunks.
+    """Sizes, scratch and costs of one call that computes sequences in chunks of CHUNK tokens.
 
-    name: of scratch. shapes: shapes of a value head's tensors in one chunk, by name; factors are
-    F32, others have the dtype of qkv.
+    name: prefix of the scratch tensors' names. shapes: by name, the shape of a value head's tensor
+    in one chunk; "factors" is F32, other tensors have the dtype of qkv.
     """
 
     name: str
@@ -331,7 +337,7 @@ class ChunkedCall:
         starts: Tensor | None,
         state: Tensor | None,
     ):
-        """qkv: (B, T, channels). ValueError for a state beside starts."""
+        """qkv: (B, T, channels). ValueError if both state and starts are given."""
         if state is not None and starts is not None:
             raise ValueError(f"{op}: a state belongs to one document, starts must be None")
         self.dev, self.heads, (self.B, self.T, _) = dev, heads, qkv.shape
@@ -341,7 +347,7 @@ class ChunkedCall:
 
     @contextmanager
     def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
-        """Tensors of all chunks, by name."""
+        """Yield scratch tensors (B, Hv, chunks, ...), one for each wanted name in `shapes`."""
         with ExitStack() as temps:
             tensors = []
             for name in wanted:
@@ -352,11 +358,12 @@ class ChunkedCall:
             yield tensors
 
     def cost(self, kernel: Kernel, fmas: int) -> Cost:
-        """fmas: per token and value head."""
+        """Cost of a launch. fmas: multiplications with addition per token and value head."""
         flops = 2 * fmas * self.B * self.T * self.heads.Hv
         sizes = (self.T, self.heads.DK, self.B * self.heads.Hv)
         return delta_cost(kernel, self.dtype, flops, sizes)
 
     def tiles(self, rows: int, *widths: int) -> int:
-        """Bytes of BF16 tiles in shared memory; F32 matrices are read from global memory."""
+        """Bytes of shared memory for BF16 tiles, one of `rows` rows for each width; 0 for F32
+        matrices, which are read from global memory."""
         return 2 * rows * sum(width + 8 for width in widths) if self.dtype is BF16 else 0

@@ -31,7 +31,7 @@ SUM_THREADS = 256
 
 _SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
 _MASK = "i32[batch,seq_len]? starts, i32 window, f32 scale"
-# Shapes of packed heads, of query heads, and of statistics of their rows.
+# Shapes of packed query, key and value heads, of query heads, and of statistics of query rows.
 _QKV, _OUT = "[batch,seq_len,num_heads + 2*num_kv_heads,Hd]", "[batch,seq_len,num_heads,Hd]"
 _ROWS = "f32[batch,num_heads,seq_len]"
 _RULES = {"where": "num_kv_heads >= 1, num_heads % num_kv_heads", "gpu": f"Hd <= {MAX_HEAD_DIM}"}
@@ -79,8 +79,8 @@ CUDNN_BACKWARD = Kernel(
 def _backends(
     op: str, qkv: Tensor, backend: str | tuple[str, ...], softcap: int
 ) -> tuple[str, ...]:
-    """Names of the allowed backends. ValueError for an unknown name, or a cap that cuDNN does not
-    have, TypeError for a dtype that cuDNN does not take."""
+    """Names of the allowed backends. ValueError for an unknown name, or for cuDNN with a softcap;
+    TypeError for cuDNN with a dtype other than BF16."""
     backends = (backend,) if isinstance(backend, str) else backend
     for name in backends:
         if name not in BACKENDS:
@@ -93,7 +93,7 @@ def _backends(
 
 
 def _heads(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """x viewed as shape, (B,T,Hq,Hd). ValueError unless x has this shape or (B,T,Hq*Hd)."""
+    """A view of x with `shape`, (B,T,Hq,Hd). ValueError unless x has this shape or (B,T,Hq*Hd)."""
     batch, seq_len, num_heads, head_dim = shape
     if x.shape not in (shape, (batch, seq_len, num_heads * head_dim)):
         raise ValueError(f"{op}: {name} must have shape {shape}, got {x.shape}")
@@ -101,7 +101,7 @@ def _heads(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _scale(op: str, scale: float | None, head_dim: int) -> float:
-    """Factor of scores; None: 1 / sqrt(Hd)."""
+    """The factor of scores. scale: None stands for 1 / sqrt(Hd). ValueError for a wrong factor."""
     scale = head_dim**-0.5 if scale is None else scale
     if not 0 < scale < inf:
         raise ValueError(f"{op}: scale must be positive, got {scale}")
@@ -117,8 +117,8 @@ def _choose(
     num_heads: int,
     mask: AttentionMask,
 ) -> None:
-    """Launch the only backend, or the one that Device.choose takes for these sizes. Chunks are not
-    part of the key, because they change no bit."""
+    """Launch the only backend, or the backend that Device.choose takes for these sizes. Chunks are
+    not part of the key of the choice, because they change no bit of the results."""
     if len(backends) == 1:
         launches[backends[0]]()
         return
@@ -142,14 +142,14 @@ def forward(
     softcap: int = 0,
     backend: str | tuple[str, ...] = "native",
 ) -> None:
-    """out = softmax(scale * q k^T, causal) v for each head; lse for the backward.
+    """out = softmax(scale * q k^T, causal) v for each head; writes lse for backward.
 
     qkv: query heads, then key heads, then value heads; query head h uses key/value head h //
     (Hq/Hkv). out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse: natural logarithm of the softmax's denominator.
     mask: the keys that queries see; `starts` needs "native". scale: factor of scores, rounded to
-    F32; None: 1 / sqrt(Hd). softcap: softcap * tanh(score / softcap) stands for each score, with
-    "native"; 0: no cap. backend: "native", cu/attention/attention.cu; "cudnn", the library, BF16
-    only; several names: Device.choose takes one.
+    F32; None: 1 / sqrt(Hd). softcap: softcap * tanh(score / softcap) replaces each score, only with
+    "native"; 0: no cap. backend: "native" is cu/attention/attention.cu; "cudnn" is the library, for
+    BF16 only; of several names Device.choose takes one.
 
     Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), less with a mask; one launch; cudnn takes a
              workspace.
@@ -207,11 +207,11 @@ def backward(
     """Gradient of attention; probabilities are computed again from lse.
 
     d_qkv: every element is written. d_out, out: (B,T,Hq,Hd) or (B,T,Hq*Hd). lse, mask, scale,
-    softcap: those of forward. chunks: pieces of the batch, one after another, that share a
-    workspace; with cudnn up to B*Hq, and chunks beyond B cut the heads. backend: as in forward; the
-    backends of both directions may differ. kernel: of attention_backward.chosen(), in the place of
-    "native". deterministic: False lets cudnn add in any order, for less workspace; native always
-    is.
+    softcap: the same as in forward. chunks: number of pieces of the batch, computed one after
+    another in one workspace; at most B*Hq. More than B chunks cut the heads with cudnn. backend:
+    see forward, whose backend may be another one. kernel: the result of
+    attention_backward.chosen(), which replaces "native". deterministic: False lets cudnn add in any
+    order, in a smaller workspace; native sums always have one order.
 
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, less with a mask; native spends 7, or 8 where
              Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes, chunks
@@ -219,7 +219,7 @@ def backward(
     """
     op = "attention.backward"
     backends = _backends(op, qkv, backend, softcap)
-    # Checks the whole batch; launches check chunks.
+    # This call checks the whole batch; launches check chunks.
     batch, seq_len, head_dim = BACKWARD.dims(
         qkv=qkv, lse=lse, d_qkv=d_qkv, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
@@ -247,8 +247,8 @@ def backward(
 
 
 def _native_batch(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
-    """Sequences of a native call where cudnn takes `step`: the whole batch if two F32 a row fit
-    into cuDNN's workspace, else `step`."""
+    """Number of sequences that one native call computes where a cudnn call computes `step`: the
+    whole batch if two F32 per row fit into cuDNN's workspace, else `step`."""
     batch, num_heads, seq_len = lse.shape
     num_kv_heads = (qkv.shape[2] - num_heads) // 2
     workspace = divided_workspace_bytes(step, seq_len, num_heads, num_kv_heads, qkv.shape[3], parts)
@@ -274,7 +274,7 @@ def _backward_native(
     scale: float,
     softcap: int,
 ) -> None:
-    """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
+    """Compute one chunk with our kernels. tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
     small = dev.spec.small_shared or softcap > 0  # larger tiles leave no registers for the cap
@@ -326,10 +326,11 @@ def _backward_cudnn(
     scale: float,
     deterministic: bool,
 ) -> None:
-    """One chunk with cuDNN, its heads in `parts`; tensors: d_qkv, d_out, out, lse, qkv.
+    """Compute one chunk with cuDNN. tensors: d_qkv, d_out, out, lse, qkv. parts: number of calls
+    among which its heads are divided.
 
-    Query heads of different parts may share a key/value head. sum_heads adds their terms in the
-    library's order, so that parts change no bit."""
+    Query heads of different parts may share a key/value head. sum_heads adds the heads' terms in
+    the library's order, so that the number of parts changes no bit."""
     d_qkv, *inputs = tensors
     batch, seq_len, _, head_dim = d_qkv.shape
     sizes = (seq_len, num_heads, num_kv_heads)
@@ -352,9 +353,11 @@ def _backward_cudnn(
 
 
 def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
-    """Key and value heads of d_qkv = sums of d_kv over their query heads, ascending, in F32.
+    """Set key and value heads of d_qkv to the sums of d_kv over their query heads, added in
+    ascending order in F32.
 
-    d_kv: (2, Hq, T, Hd), gradients of keys and values by query head. Query heads of d_qkv stay.
+    d_kv: (2, Hq, T, Hd), gradients of keys and values by query head. The query heads of d_qkv stay
+    as they are.
     """
     num_heads, seq_len, head_dim = SUM_HEADS.dims(d_kv=d_kv)
     num_kv_heads = (d_qkv.shape[2] - num_heads) // 2

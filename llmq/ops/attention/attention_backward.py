@@ -13,15 +13,15 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 LOG2E = log2(e)
-ROWS = 64  # rows of a warpgroup's part of a tile, and of a step
+ROWS = 64  # rows of a step, and of the part of a tile that one warpgroup computes
 THREADS = 384
 STATISTICS_THREADS = 256
 STATISTICS_LANES = 8  # threads that share a row
-STAGES = {64: 6, 128: 3}  # by head size: steps in shared memory or on the way there
-# Costs in steps of a tile of keys, which has four products; measured on an H200.
-OF_QUERIES = 3 / 4  # a step of a tile of queries
-ADDED = 4  # writing and reading sums that two blocks share
-EVENNESS = 3  # power mean of the average and the longest work
+STAGES = {64: 6, 128: 3}  # by head size: number of steps in shared memory or on the way there
+# Costs are in units of one step of a tile of keys, which has four products; measured on an H200.
+OF_QUERIES = 3 / 4  # cost of a step of a tile of queries
+ADDED = 4  # cost of writing and reading sums that two blocks share
+EVENNESS = 3  # exponent of the power mean of the average and the longest work
 
 STATISTICS = Kernel(
     "attention/attention_backward.cu",
@@ -48,8 +48,8 @@ def chosen(
     dev: Device, qkv: Tensor, mask: AttentionMask, softcap: int = 0
 ) -> Callable[..., None] | None:
     """`backward` if it supports the device, dtype, sizes and mask, and softcap is 0; else None.
-    qkv: (B,T,Hq+2*Hkv,Hd) of the whole micro-batch, so that chunks do not change the order of a
-    sequence's sums."""
+    qkv: (B,T,Hq+2*Hkv,Hd), the whole micro-batch, so that chunks do not change the order in which
+    a sequence's terms are added."""
     batch, seq_len, _, head_dim = qkv.shape
     sees_all = mask.starts is None and sees_all_before(mask.window, seq_len)
     fits = qkv.dtype == BF16 and is_supported(dev.spec.capability, seq_len, head_dim)
@@ -62,11 +62,11 @@ def is_supported(capability: int, seq_len: int, head_dim: int) -> bool:
 
 
 def shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory of a block of attention_gradient."""
+    """Bytes of dynamic shared memory of a thread block of attention_gradient."""
     stages, tile = STAGES[head_dim], ROWS * head_dim * BF16.itemsize
     own, step, statistics = 2 * 4 * tile, 2 * tile, 2 * ROWS * F32.itemsize
-    barriers = 8 * (2 * stages + 3 * 2) + 2 * 32  # with the tiles' coordinates
-    return own + stages * (step + statistics) + barriers + 1024  # for alignment to 1024
+    barriers = 8 * (2 * stages + 3 * 2) + 2 * 32  # including the tiles' coordinates
+    return own + stages * (step + statistics) + barriers + 1024  # 1024 for alignment to 1024
 
 
 @cache
@@ -76,7 +76,7 @@ def part_heads(batch: int, seq_len: int, num_heads: int, num_kv_heads: int, num_
     multiprocessor's average work."""
     group, blocks = num_heads // num_kv_heads, seq_len // ROWS
     tiles = ceil_div(blocks, 2)
-    steps = tiles * (blocks - tiles + 1)  # of all tiles of one query head
+    steps = tiles * (blocks - tiles + 1)  # number of steps of all tiles of one query head
     each = (1 + OF_QUERIES) * batch * num_heads * steps / num_sms
     adding = ADDED * max(1, tiles * batch * num_kv_heads / num_sms)
 
@@ -93,9 +93,9 @@ def backward(
 ) -> None:  # fmt: skip
     """Gradient of attention: the `kernel` of ops.attention.attention.backward.
 
-    tensors: d_qkv, d_out, out, lse, qkv, as in attention.backward; (B,T,heads,Hd). The mask is
-    causal alone. scale: factor of scores. micro_batch: number of sequences in the whole
-    micro-batch; qkv may be a chunk (see `chosen`).
+    tensors: d_qkv, d_out, out, lse, qkv, as in attention.backward; (B,T,heads,Hd), lse (B,Hq,T).
+    mask: must be causal without window or starts. scale: factor of scores. micro_batch: number of
+    sequences in the whole micro-batch; qkv may be a chunk (see `chosen`).
 
     Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes, and 8*B*Hkv*T*Hd for each
              part of query heads but the last, see part_heads().

@@ -1,4 +1,4 @@
-"""Gates of attention's output: sigmoid of channels beside each query head, or attention sinks."""
+"""Gates of attention's output: the sigmoid of a gate for each channel, or attention sinks."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -36,11 +36,11 @@ BACKWARD = Kernel(
     gpu="n % 8",
 )
 
-THREADS, MULTIPLE = 256, 8  # threads of a block; channels of a head
+THREADS, MULTIPLE = 256, 8  # threads of a block; a head's channels are a multiple of 8
 
 
 def _launch(dev: Device, kernel: Kernel, size: int, args: tuple, head_dim: int) -> None:
-    """size: elements, one vector a thread."""
+    """Launch a kernel on `size` elements, with one vector for each thread."""
     blocks = ceil_div(size * args[0].dtype.itemsize, VECTOR_BYTES * THREADS)
     dev.launch(kernel, blocks, THREADS, args, consts={"HEAD_DIM": head_dim}, cost=BESIDE_ATTENTION)
 
@@ -48,14 +48,15 @@ def _launch(dev: Device, kernel: Kernel, size: int, args: tuple, head_dim: int) 
 def split(
     dev: Device, qkv: Tensor, gate: Tensor, product: Tensor, heads: int, kv_heads: int
 ) -> None:
-    """Split product, q0 g0 q1 g1 ... and key and value heads, into qkv heads and gates."""
+    """Split product into the heads qkv and the gates. Its heads are in the order: query 0, gate 0,
+    query 1, gate 1, ..., keys, values."""
     _split(dev, SPLIT, (qkv, gate, product), product, heads, kv_heads)
 
 
 def merge(
     dev: Device, product: Tensor, qkv: Tensor, gate: Tensor, heads: int, kv_heads: int
 ) -> None:
-    """Inverse of split, for gradients."""
+    """Join gradients of qkv and gate in product's order: the inverse of split."""
     _split(dev, MERGE, (product, qkv, gate), product, heads, kv_heads)
 
 
@@ -80,12 +81,12 @@ def backward(
     _launch(dev, BACKWARD, x.size, (d_x, d_gate, d_out, x, gate, x.size), MULTIPLE)
 
 
-# -- Attention sinks: one more score of each query head, of a value of zeros
+# -- Attention sinks: each query head has one more score, whose value vector is zero
 #
-# Launched behind any attention kernel, whose backward stays the same:
-# d_sink = - sum of exp(sink - lse) * delta, with delta = d_out . out.
+# These kernels run after any attention kernel; attention's backward stays the same. delta is the
+# dot product of d_out and out in each row, and d_sink = - sum over rows of exp(sink - lse) * delta.
 
-ROWS = 64  # least rows of a split
+ROWS = 64  # least number of rows of a split
 
 _SINKS_SIZES = "i32 batch, i32 seq_len, i32 heads"
 _ROWS, _STATISTICS = "T[batch,seq_len,heads,Hd]", "f32[batch,heads,seq_len]"
@@ -106,9 +107,9 @@ SINKS_BACKWARD = Kernel(
 
 
 def sinks_forward(dev: Device, out: Tensor, lse: Tensor, without: Tensor, sinks: Tensor) -> None:
-    """out *= sigmoid(without - sink) of each head, lse = log(exp(without) + exp(sink)).
+    """out *= sigmoid(without - sink) and lse = log(exp(without) + exp(sink)), for each head.
 
-    without: lse of attention without sinks; other memory than lse.
+    without: the lse of attention without sinks, not in the memory of lse.
     """
     *sizes, head_dim = SINKS_FORWARD.dims(out=out)
     _launch(dev, SINKS_FORWARD, out.size, (out, lse, without, sinks, *sizes), head_dim)
@@ -117,9 +118,10 @@ def sinks_forward(dev: Device, out: Tensor, lse: Tensor, without: Tensor, sinks:
 def sinks_backward(
     dev: Device, d_sinks: Accumulator, d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor
 ) -> None:
-    """d_sinks = or += - sum over rows of exp(sink - lse) * (d_out . out), in a fixed order.
+    """d_sinks = or += - sum over rows of exp(sink - lse) * (d_out . out), in a fixed order; "." is
+    the dot product of two rows.
 
-    out, lse: of sinks_forward.
+    out, lse: the results of sinks_forward.
 
     Cost:    d_out and out read once; two launches.
     """

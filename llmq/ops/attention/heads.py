@@ -1,4 +1,4 @@
-"""Heads of attention between tensors in which they lie differently, and sums over heads."""
+"""Copies of attention heads between tensors of different layouts, and sums over heads."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-PER_THREAD = 8  # elements
+PER_THREAD = 8  # elements that a thread computes
 
 _SIZES = "i32 rows, i32 heads, i32 size"
 _X = "T[*m] x"
@@ -32,8 +32,8 @@ SUM = Kernel(
 
 
 class Place(NamedTuple):
-    """Layout of heads in a tensor, in elements: offset of the first head, distance from row to row,
-    and from head to head. head 0: all heads are the same."""
+    """Layout of heads in a tensor, in elements. first: offset of the first head. row, head:
+    distances from row to row and from head to head; head 0: all heads are the same elements."""
 
     first: int
     row: int
@@ -45,8 +45,8 @@ def copy(
 ) -> None:
     """out[to.first + r to.row + h to.head + c] = x[of.first + r of.row + h of.head + c].
 
-    r < rows, h < heads, c < size. Other elements of out stay as they are. out, x: of any shape and
-    of one dtype, in other memory.
+    r < rows, h < heads, c < size. Other elements of out stay as they are. out, x: tensors of any
+    shape and one dtype that share no memory.
     """
     blocks = ceil_div(rows * heads * size, THREADS * PER_THREAD)
     args = (out, x, rows, heads, size, *to, *of)
@@ -58,7 +58,8 @@ def add_up(
 ) -> None:
     """out[to.first + r to.row + c] = the sum over h of x[of.first + r of.row + h of.head + c].
 
-    In F32, one head after the other, rounded once. The rest as `copy`.
+    The heads are added in F32, one after the other, and each sum is rounded once. Arguments: see
+    `copy`.
     """
     blocks = ceil_div(rows * size, THREADS * PER_THREAD)
     args = (out, x, rows, heads, size, *to[:2], *of)

@@ -11,16 +11,17 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 MAX_HEAD_DIM = 512
-ONE_STAGE = 256  # of larger heads one step's keys and values are in shared memory, not two steps'
-MAX_LATENT_DIM = 576  # of keys whose first channels are values
+# Channels of a head up to which shared memory holds keys and values of two steps, else of one.
+ONE_STAGE = 256
+MAX_LATENT_DIM = 576  # channels of keys whose first channels are the values
 THREADS = 128
 STORE_THREADS = 256
 SPLIT = 256  # keys of one partial result, as in cu/attention/paged.cu
-FEW = 4  # queries of a sequence, up to which keys are split over blocks
-FEW_ROWS, MANY_ROWS = 16, 64  # pairs of query and head of a thread block
-BLOCKS = 8  # of each multiprocessor, about, in a launch that splits keys
-BLOCK = 16  # positions of a block of the cache, unless its tensors have others
-EVERY = 2**31 - 1  # as a window, sees all positions
+FEW = 4  # queries of a sequence up to which its keys are split over thread blocks
+FEW_ROWS, MANY_ROWS = 16, 64  # pairs (query, head) of a thread block
+BLOCKS = 8  # thread blocks per multiprocessor, about, in a launch that splits keys
+BLOCK = 16  # default number of positions in a block of the cache
+EVERY = 2**31 - 1  # a window that contains all positions
 
 _CACHE = "C[blocks,block_size,num_kv_heads,Hd]"
 _SCALES = "bf16[blocks,block_size,num_kv_heads,2]? scales"
@@ -67,15 +68,15 @@ DECODE = Kernel(
 
 
 def _many_rows(itemsize: int, head_dim: int, *, latent: bool) -> int:
-    """Rows of a block where there are many, so that its tiles fit into 99 KiB."""
+    """Pairs (query, head) of a thread block for many queries: its tiles must fit into 99 KiB."""
     if latent or head_dim > ONE_STAGE:
         return FEW_ROWS
     return MANY_ROWS >> (itemsize == 4) >> (head_dim > 128)
 
 
 def _shared_bytes(itemsize: int, head_dim: int, rows: int, *, latent: bool) -> int:
-    """Bytes of queries, stages of keys and values, scores and probabilities, as the kernels have
-    them. latent: values are in keys."""
+    """Bytes of the kernels' shared memory: queries, stages of keys and values, scores and
+    probabilities. latent: values are the first channels of keys."""
     wide = head_dim > ONE_STAGE
     if itemsize == 2:
         step, row = 64 if head_dim <= 64 else 32, align_up(head_dim, 16)
@@ -86,7 +87,7 @@ def _shared_bytes(itemsize: int, head_dim: int, rows: int, *, latent: bool) -> i
 
 
 def _expect_numbers(window: int | None, scale: float | None, head_dim: int) -> tuple[int, float]:
-    """The window and the factor of scores. ValueError if they are wrong."""
+    """The window and the factor of scores, with defaults for None. ValueError for a wrong one."""
     if window is not None and window < 1:
         raise ValueError(f"paged.attend: window must be at least 1, got {window}")
     scale = head_dim**-0.5 if scale is None else scale
@@ -98,7 +99,8 @@ def _expect_numbers(window: int | None, scale: float | None, head_dim: int) -> t
 def _consts(
     head_dim: int, block_size: int, values: int, *, latent: bool, softcap: int
 ) -> dict[str, int]:
-    """Compile-time constants of passes. values: channels of a value. softcap: 0: none."""
+    """Compile-time constants of ATTEND and DECODE. values: channels of a value. softcap: 0 for no
+    cap."""
     consts = {"HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "VALUE_DIM": values}
     return consts | {"LATENT": int(latent)} | ({"SOFTCAP": softcap} if softcap else {})
 
@@ -115,17 +117,17 @@ def store(
     num_kv_heads: int,
     scales: Tensor | None = None,
 ) -> None:
-    """Store the keys and values of the first new[s] of n tokens of each sequence behind the
-    lengths[s] ones that the cache holds.
+    """Store keys and values of the new tokens of each sequence s: the first new[s] of n tokens,
+    behind the lengths[s] tokens that the cache already holds.
 
     qkv: (S, n, Hq + 2 Hkv, Hd), rotated already. k_cache, v_cache: (blocks, block_size, Hkv, Hd);
-    v_cache None: values are in keys, and those of qkv are not read. scales: BF16 (blocks,
-    block_size, Hkv, 2), powers of two of each row of keys and of values, where caches hold E4M3
-    codes; else None.
-    table: I32 (S, max_blocks), the blocks of each sequence; those that no token needs may be
-    anything. lengths, new: I32 (S,); new 0: an idle sequence, of which nothing is stored. All three
-    are read on the device and not checked: lengths[s] + new[s] <= max_blocks * block_size, and no
-    block of two sequences is written.
+    v_cache None: values are the first channels of keys, and the values in qkv are not read. scales:
+    BF16 (blocks, block_size, Hkv, 2), powers of two for each row of keys and of values, if the
+    caches hold E4M3 codes; else None.
+    table: I32 (S, max_blocks), the numbers of each sequence's blocks; entries that no token needs
+    may be anything. lengths, new: I32 (S,); new 0: an idle sequence, for which nothing is stored.
+    The device reads table, lengths and new unchecked: lengths[s] + new[s] must be at most
+    max_blocks * block_size, and two sequences must not write to one block.
     """
     given = {"qkv": qkv, "k_cache": k_cache, "table": table}
     sequences, n, head_dim, _, block_size, max_blocks = STORE.dims(
@@ -163,21 +165,23 @@ def attend(
     stores: bool = True,
     scales: Tensor | None = None,
 ) -> None:
-    """Store the new tokens of each sequence in the cache, and compute their attention to its
-    tokens: token i of sequence s, at position lengths[s] + i, sees positions up to its own.
+    """Store the new tokens of each sequence in the cache, and compute their attention to the
+    sequence's tokens: token i of sequence s, at position lengths[s] + i, sees positions up to its
+    own. For tensors that are not listed here, see `store`.
 
     out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on; without v_cache (S, n, Hq, Vd),
-    as values are the first Vd channels of keys. window: positions that a token sees, its own
-    included; None: all. sinks: (Hq,), of each head a score of nothing. scale, softcap: of scores,
-    see attention.forward. arrived: I32 zeros, at least `arrivals` of them, which stay zeros: a GPU
-    has one launch for few tokens. stores: False where the cache has the new tokens already.
+    as values are the first Vd channels of keys. window: number of positions that a token sees, its
+    own included; None: all. sinks: (Hq,), for each head a score without a value. scale, softcap:
+    see attention.forward. arrived: at least `arrivals` I32 zeros, which stay zeros; with them a GPU
+    needs one launch for few tokens. stores: False if the cache already has the new tokens.
 
-    On a GPU a token's bits depend on its sequence alone, not on n: sums of SPLIT keys are added
-    one after the other. ValueError for a window below 1, or a scale that is not positive.
+    On a GPU a token's bits depend on its sequence alone, not on n: sums over SPLIT keys each are
+    added one after the other. ValueError for a window below 1, or a scale that is not positive.
 
     Cost:    reads the used part of the cache once for 16 query heads of a key/value head, which is
-             not counted; with `arrived` and up to FEW tokens of a sequence one launch and scratch
-             of 4 * S * n * Hq * (Vd + 2) bytes for each SPLIT positions of the table, else two.
+             not counted; with `arrived` and up to FEW tokens of a sequence: one launch, and scratch
+             of 4 * S * n * Hq * (Vd + 2) bytes for each SPLIT positions of the table; else two
+             launches.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     given = {"qkv": qkv, "k_cache": k_cache, "table": table} | heads
@@ -206,7 +210,7 @@ def attend(
 
 
 def arrivals(sequences: int, num_heads: int) -> int:
-    """The size of `arrived` for passes over up to FEW tokens of so many sequences."""
+    """Number of elements that `arrived` needs for calls of up to FEW tokens per sequence."""
     return sequences * FEW * num_heads
 
 
@@ -218,7 +222,8 @@ def _decode(
     consts: dict[str, int],
     last: tuple,
 ) -> None:
-    """`attend` of few tokens of each sequence. read, last: arguments of the kernel."""
+    """Compute `attend` for few tokens per sequence. read, last: arguments of DECODE in its
+    order."""
     qkv, _, v_cache, _, _, _, n, max_blocks, block_size, num_heads, num_kv_heads = read
     sequences, head_dim, values = qkv.shape[0], qkv.shape[3], out.shape[3]
     tiles = sequences * ceil_div(n * (num_heads // num_kv_heads), FEW_ROWS)
