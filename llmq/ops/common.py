@@ -241,7 +241,8 @@ def octet_tiles(rows: int, columns: int) -> tuple[int, int]:
 def expect_scales(
     op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 ) -> None:
-    """Raise TypeError if a and b are both E5M2, or unless fp8 codes, and only they, have scales."""
+    """Raise TypeError if both tensors are E5M2, if fp8 codes lack a scale, or if another tensor has
+    one."""
     if a.dtype is b.dtype is E5M2:
         raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
     if not (a.dtype in FP8) is (scale_a is not None) is (scale_b is not None):

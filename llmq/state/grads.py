@@ -8,13 +8,13 @@ target tokens of the whole step. One of three classes makes these sums:
                 a slot and add it to their shards
     _AddToShard blocks of one rank take turns in two slots, where products add to its shards
 
-All three work among the ranks that share a replica of the state. With several replicas, one on each
-machine, the shards are summed over replicas once per step, after the last micro-step.
+Each class sums over the ranks that share a replica of the state. With several replicas, one on each
+machine, ranks sum the shards over replicas once per step, after the last micro-step.
 
-A shard in host memory moves to the device to be added to: a kernel that worked in host memory would
-keep the multiprocessors from products for as long as the bus takes. A single rank's shard arrives
-in the slot, in pieces, while the block before is computed and another shard is still leaving. With
-several ranks, the shard arrives in a part of the slot that is free once the slot is reduced.
+A shard in host memory moves to the device before gradients are added to it: a kernel that worked in
+host memory would keep multiprocessors from products as long as the bus takes. A single rank's shard
+arrives in the slot, in pieces, during backward of the block before, while another shard leaves.
+With several ranks, the shard arrives in a part of the slot that is free after the slot's reduction.
 """
 
 from collections.abc import Callable, Hashable
@@ -37,20 +37,21 @@ PIECE = 8 << 20
 
 
 class MicroStep(NamedTuple):
-    """The use of gradients in a micro-step; a part of its graph's key. accumulate: False in the
-    first micro-step of a step, which overwrites gradients. last: True if ranks reduce gradients
-    now."""
+    """How a micro-step uses gradients; a part of the key of the micro-step's graph. accumulate:
+    False in the first micro-step of a step, which overwrites gradients. last: True in the last
+    micro-step of a step, which completes the sums."""
 
     accumulate: bool
     last: bool
 
 
 class _Exchange:
-    """Reduction of slabs: all ranks' gradients become sums on the rank that owns the shard. lane:
-    slots are reduced as they leave, one for each streamed block and one for all resident slabs."""
+    """Reduction of slabs: the rank that owns a shard gets the sum of all ranks' gradients. lane:
+    the slots of streamed blocks, and one slot for all resident slabs; ranks reduce a slot as it
+    leaves."""
 
     def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
-        """spare: buffer for a shard if ranks make the sums here; None if the library reduces."""
+        """spare: buffer for a shard if this class makes the sums; None if the library reduces."""
         self.dev, self.scalars, self.spare = dev, scalars, spare
         several = dev.mesh.size() > 1
         self.stream = dev.mesh.group("shard").exchange_stream if several else "comm"
@@ -58,7 +59,8 @@ class _Exchange:
         self.lane.add("resident")
 
     def parts(self, slab: Slab, buffer: Tensor, slot: Hashable) -> list[Tensor]:
-        """Return the parts, in buffer (slab.size,) and spare, whose sum is this rank's shard."""
+        """Exchange gradients in buffer (slab.size,), and return the parts, in buffer and spare,
+        whose sum is this rank's shard."""
         if self.spare is None:
             self.dev.mesh.group("shard").reduce_scatter(buffer)
             return [slab.shard(buffer, self.dev.mesh.index("shard"))]
@@ -66,8 +68,8 @@ class _Exchange:
         return self.dev.mesh.group("shard").all_to_all(buffer, spare, written)
 
     def add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
-        """Write the sum of parts to target, or add it, parameter by parameter: stochastic rounding
-        then draws the same numbers as for resident gradients."""
+        """Write the sum of parts to target, or add the sum to target. The parameters have separate
+        launches, so that stochastic rounding draws the same numbers as for resident gradients."""
         start = self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             acc = Accumulator(
@@ -89,8 +91,8 @@ class _Exchange:
 
 
 class _HostShards:
-    """Shards in host memory, which arrive in a slot of the lane and leave it again. squares[name]:
-    sums of squares of a shard's final sums, made before these leave."""
+    """Shards in host memory, which arrive in a slot of the lane and leave the slot again. squares:
+    by slab, sums of squares of a shard's final sums, made before the final sums leave."""
 
     def __init__(self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor]):
         self.dev, self._shard, self._squares = dev, shard, squares
@@ -102,7 +104,8 @@ class _HostShards:
         self.lane.arrive(slot, *self._copies(slab, place, self._shard[slab.name]))
 
     def leave(self, slab: Slab, slot: Hashable, place: Tensor, *, last: bool) -> None:
-        """Copy the sums that the current stream has made back to host memory."""
+        """Copy the sums in `place`, made by the current stream, back to host memory. last: True if
+        the sums are final."""
         if last:
             sums = place.rows(0, slab.shard_size)
             global_norm.partials(self.dev, self._squares[slab.name], sums)
@@ -121,7 +124,7 @@ class _Resident:
         self._exchange, self._whole, self._shard = exchange, whole, shard
 
     def load(self, slab: Slab, step: MicroStep) -> None:
-        """Prepare for `full`, beside other work."""
+        """Do nothing: a resident slab needs no preparation for `full`."""
 
     def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
         """Return the memory of a slab's gradients (slab.size,), and True if products add to its
@@ -165,16 +168,16 @@ class _AddToShard:
         if not step.last or exchange.dev.mesh.size("replica") == 1:
             self._host.leave(slab, slot, sums, last=step.last)
             return
-        # The next block takes the other slot; this slot is taken again only once all of it has
-        # left.
+        # The next block takes the other slot; this slot is taken again only after the whole slab
+        # has left.
         exchange.lane.leave(slot, partial(exchange.across, sums))
         with exchange.dev.on(exchange.stream):
             self._host.leave(slab, slot, sums, last=True)
 
 
 class _Streamed:
-    """Blocks of several ranks in slots, which are reduced and added to shards. host: holds the
-    shards that are in host memory; None if shards are on the device."""
+    """Blocks of several ranks in slots; ranks reduce a slot and add the sums to their shards. host:
+    the shards in host memory; None if shards are on the device."""
 
     def __init__(
         self,
@@ -222,8 +225,8 @@ class _Streamed:
 class Gradients:
     """Gradients of a model. In every micro-step call start_micro_step; load, full and notify for
     each block; end_micro_step. slabs: the slabs that have gradients. shard[name]: this rank's
-    elements of a slab's gradients, complete after the last micro-step. slots: of streamed blocks;
-    free between micro-steps."""
+    elements of a slab's gradients, complete after the last micro-step. slots: buffers of streamed
+    blocks; free between micro-steps."""
 
     def __init__(
         self,
@@ -234,7 +237,8 @@ class Gradients:
         *,
         all_to_all: bool = False,
     ):
-        """all_to_all: True if ranks exchange parts and sum them here, not in the library."""
+        """all_to_all: True if ranks exchange parts and sum the parts with our kernels; False if the
+        library reduces."""
         self.dev, self.placement, self.scalars = dev, placement, scalars
         self.slabs = {slab.name: slab for slab in table if placement[slab.name].trainable}
         self.shard: dict[str, Tensor] = {}
@@ -258,7 +262,8 @@ class Gradients:
             if host is not None and dev.mesh.size("shard") == 1
             else _Streamed(exchange, self.slots, self.shard, host)
         )
-        self._step: MicroStep | None = None  # the micro-step being enqueued: of capture time
+        # The micro-step that is being enqueued; known only at capture time.
+        self._step: MicroStep | None = None
 
     def _alloc_sums(self, slab: Slab) -> None:
         name, store = slab.name, self.placement[slab.name].gradient
@@ -270,8 +275,8 @@ class Gradients:
         self.shard[name] = shard
 
     def _alloc(self, name: str, size: int, slab: Slab, place: str = "device") -> Tensor:
-        """Allocate zeros in the slab's gradient dtype: gaps between parameters count in the
-        norm."""
+        """Allocate zeros in the slab's gradient dtype. The memory must be zero, because the norm
+        includes gaps between parameters."""
         dtype = self.placement[slab.name].gradient.dtype
         tensor = self.dev.alloc(name, (size,), dtype, "Gradients", place)
         self.dev.zero(tensor)
@@ -282,7 +287,8 @@ class Gradients:
         return self._alloc(f"grad.slot.{index}", longest.size, longest)
 
     def _alloc_squares(self) -> dict[str, Tensor]:
-        """Allocate the sums of squares of each shard, one for each block of threads."""
+        """Allocate each shard's sums of squares, one for each thread block, and return them by
+        slab."""
         shards = list(self.shard.values())
         count = sum(global_norm.num_partials(self.dev, x) for x in shards)
         self._all_squares = self.dev.alloc("grad.squares", (count,), F64, "Activations")
@@ -317,14 +323,15 @@ class Gradients:
         return any(p.block == block for slab in self.slabs.values() for p in slab.params)
 
     def load(self, block: str) -> None:
-        """Give the block a slot, and start to fetch the sums that products add to. One block
-        ahead."""
+        """Give the block a slot, and start to fetch the sums to which products add. Call one block
+        ahead of `full`."""
         step = self._current(f"load({block!r})")
         if block in self.slabs:
             self._reducer(block).load(self.slabs[block], step)
 
     def full(self, block: str) -> dict[str, Accumulator]:
-        """Return where a block's gradients go in this micro-step, by the parameters' keys."""
+        """Return the accumulators of a block's gradients in this micro-step, by the parameters'
+        keys."""
         step, accumulators = self._current(f"full({block!r})"), {}
         for slab in [self.slabs[name] for name in (*SHARED, block) if name in self.slabs]:
             tensor, accumulate = self._reducer(slab.name).full(slab, step)
@@ -351,7 +358,7 @@ class Gradients:
 
     def norm_squared(self, stats: Tensor) -> None:
         """Add the squares of all shards to stats[norm_squared], after the last micro-step. stats:
-        F64 (10,). Shards in host memory have been squared as they left."""
+        F64 (10,). The squares of shards in host memory were summed as these shards left."""
         for name, shard in self.shard.items():
             if not shard.on_host:
                 global_norm.partials(self.dev, self._squares[name], shard)

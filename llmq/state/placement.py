@@ -27,9 +27,9 @@ from llmq.state.turns import still_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """Dtype and place of one kind of tensor of a slab. memory: name of a tier. sharded: a rank
-    keeps one of W shards of the elements, else all elements. streamed: the whole slab is in a slot
-    on the device only while in use, else always."""
+    """Dtype and place of one kind of tensor of a slab. memory: name of a memory tier, see TIERS.
+    sharded: True if a rank keeps one of W shards, False if a rank keeps all elements. streamed:
+    True if the whole slab is in a slot on the device only while in use; False: always."""
 
     dtype: DType
     memory: str = "device"
@@ -49,16 +49,17 @@ class Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabPlacement:
-    """The stores of one slab; None where the slab has no such tensor.
+    """The stores of one slab; None for a kind of tensor that the slab does not have.
 
-    trainable: the optimizer updates the slab. group: of slabs that the optimizer treats alike.
-    work: weights that products read. base: codes that store a frozen block, see state/frozen.py;
-    sharded: ranks gather the codes at each use. master: the shard from which work weights are made,
-    unless it is a part of the work weights. part: a shard of streamed work weights in their dtype,
-    unless the master has this dtype. Without a part, fp8 codes are made from the master at each
-    gather. transposed: codes in the other layout; streamed: blocks share one set. mirror: a second
-    copy of the gathered shard, for peers. gradient: sums. moments: of the update rule, by name.
-    by_matrix: True if the update rule works on whole matrices.
+    trainable: True if the optimizer updates the slab. group: name of the group of slabs that the
+    optimizer treats alike. work: weights that products read. base: codes that store a frozen block,
+    see state/frozen.py; ranks gather sharded codes at each use. master: the shard from which work
+    weights are made, unless the shard is a part of the work weights. part: a shard of streamed work
+    weights in the work weights' dtype, unless the master has this dtype. Without a part, each
+    gather makes fp8 codes from the master. transposed: transposed codes; if streamed, blocks share
+    one set. mirror: a second copy of the gathered shard, for peers. gradient: sums of gradients.
+    moments: moments of the update rule, by name. by_matrix: True if the update rule works on whole
+    matrices.
     """
 
     trainable: bool
@@ -103,8 +104,8 @@ class SlabPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The placement of all slabs, by name. head: fp8 codes of the LM head's matrix in both layouts,
-    beside the matrix; None: no codes."""
+    """The placement of all slabs. slabs: by name. head: the store of fp8 codes of the LM head's
+    matrix, in both layouts, beside the matrix; None: no codes."""
 
     slabs: Mapping[str, SlabPlacement]
     head: Store | None = None
@@ -120,8 +121,8 @@ class Placement:
         return any(store.on_host for store in sources)
 
     def stays_whole(self, name: str) -> bool:
-        """True if an update brings a whole master from host memory at once: if codes are made from
-        the master, and a slot of the gradients, free by then, has the master's dtype."""
+        """True if an update holds a slab's whole master from host memory on the device. This needs
+        codes that are made from the master, and a slot of gradients with the master's dtype."""
         slab = self.slabs[name]
         sums = [other.gradient for other in self.slabs.values() if other.gradient]
         slots = {gradient.dtype for gradient in sums if gradient.streamed}
@@ -133,7 +134,8 @@ class Placement:
 
 
 def _memory(memory: MemoryOptions, option: str) -> str:
-    """The tier of what an option offloads; "": of what none does."""
+    """The memory tier of tensors that `option` offloads; option "": tensors that no option
+    offloads."""
     if not option or not getattr(memory, option):
         return "device"
     if option in memory.on_ssd:
@@ -154,7 +156,7 @@ def _source(storage: WeightStorage) -> Store | None:
 
 def mesh_of(options: TrainConfig, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
     """Return the mesh of a run's ranks, which are divided equally among machines. ConfigError if
-    not all ranks that divide a sequence would be on one machine."""
+    the ranks that share a sequence would be on several machines."""
     shards, context = options.shards(world_size, machines), options.context_parallel
     if world_size // machines % context:
         raise ConfigError(
@@ -170,7 +172,8 @@ def table_of(options: ModelOptions, model: ModelConfig, shards: int = 1) -> tupl
 
 
 def trains(options: ModelOptions, slab: Slab) -> bool:
-    """True if a run updates this slab; with adapters only theirs and the slabs of --train."""
+    """True if a run updates this slab. A run with adapters updates only slabs of adapters and of
+    --train."""
     adapters = adapters_of(options)
     if options.only_scores or adapters is None:
         return not options.only_scores
@@ -193,9 +196,10 @@ def place(
     frozen: Collection[str] = (),
     step: int = 0,
 ) -> Placement:
-    """Return the placement of a run in a step. options: normalized. table: for this number of
-    shards. frozen: further slabs that are not trained. A frozen slab has no gradient and no
-    moments. It has a master, in the model's dtype, only if fp8 codes are made from the master."""
+    """Return the placement of a run in a step. options: normalized. table: the weight table for
+    this number of shards. frozen: names of further slabs that are not trained. A frozen slab has no
+    gradient and no moments. A frozen slab has a master, in the model's dtype, only if fp8 codes are
+    made from the master."""
     frozen = {*frozen, *still_blocks(options.optim, table, step)}
     storage = WeightStorage(options.model, options.precision, options.memory, options.parallel)
     slabs = {}
@@ -300,15 +304,16 @@ def _trained(
 
 
 def _group(slab: Slab) -> str:
-    """Return the slab's group: weight decay is for matrices only, --lora-plus for adapters' B."""
+    """Return the slab's group. Only "matrices" have weight decay; --lora-plus changes the rate of
+    "lora_b" alone."""
     if slab.name in ("lora_a", "lora_b"):
         return slab.name
     return "matrices" if any(param.decay for param in slab.params) else "vectors"
 
 
 def resident(table: tuple[Slab, ...], dtype: DType) -> Placement:
-    """Return the placement of weights that are only read, for sampling: all on the device, in one
-    dtype but for the constants."""
+    """Return the placement of weights that are only read, for sampling: all on the device, all but
+    the constants in `dtype`."""
     return Placement(
         slabs={
             slab.name: SlabPlacement(

@@ -4,11 +4,12 @@ Life cycle of a block's weights: gather(block) -> get(block) -> release(block). 
 its shard of every slab; other ranks gather the shard on the comm stream, one block ahead of its
 use:
 
-    whole      the slab is resident. A trained slab is gathered in the first micro-step after an
-               update, a frozen slab once it has been loaded
-    streamed   (--shard-weights) one of two slots holds the block, gathered at every use
-    decoded    (--base-dtype) frozen blocks whose codes are whole have one slot, in which the main
-               stream decodes: decoding would take the multiprocessors of the block before
+    whole      the slab is resident. Ranks gather a trained slab in the first micro-step after an
+               update, and a frozen slab once, after loading
+    streamed   (--shard-weights) one of two slots holds the block; ranks gather it at every use
+    decoded    (--base-dtype) frozen blocks whose codes are whole on the device share one slot, into
+               which the main stream decodes: decoding one block ahead would take multiprocessors
+               from the block in use
 
 In fp8 the blocks travel as codes; transposed codes are made after the gather.
 
@@ -41,8 +42,8 @@ SLOTS = 2  # one block is used, the next one arrives
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of elements that kernels work on at once: all, or a piece where copies of
-    the tensors, which are equally long, need memory."""
+    """Yield ranges [start, stop) of elements that kernels work on at once: all elements, or PIECE
+    elements if a tensor must be copied to the device first. tensors: equally long."""
     size = tensors[0].size
     step = size if all(tensor.direct for tensor in tensors) else PIECE
     for start in range(0, size, step):
@@ -57,7 +58,7 @@ class Mirrors:
         self._shards: dict[str, Tensor] = {}
         self._mirrors: dict[str, Tensor] = {}
         self._lane = Lane(dev, arrive="stage")
-        # Both are of capture time. _next: number of the first block without written mirror.
+        # Both exist only at capture time. _next: index of the first block whose mirror is stale.
         self._stale, self._next = False, 0
 
     def add(self, block: str, shard: Tensor, category: str) -> None:
@@ -73,9 +74,8 @@ class Mirrors:
         self._stale, self._next = stale, 0
 
     def get(self, block: str) -> Tensor | None:
-        """Return the memory that peers may read in the current stream's next gather; None: no
-        mirror. If mirrors are stale, the next block's mirror is written while this block is
-        gathered."""
+        """Return the mirror that peers may read in the current stream's next gather; None: no
+        mirror. If mirrors are stale, a copy to the next block's mirror runs beside this gather."""
         mirror = self._mirrors.get(block)
         if mirror is not None and self._stale:
             self._write(block)
@@ -96,7 +96,7 @@ class Mirrors:
 def first_values(
     dev: Device, param: Param, target: Tensor, first: int, config: ModelConfig, seed: int
 ) -> None:
-    """Write fresh values of a parameter, from element `first` on, to `target`, which is zero."""
+    """Write fresh values of a parameter, from its element `first` on, to the zeros in `target`."""
     if param.init == "one":
         elementwise.fill(dev, target, 1.0)
     elif param.init == "log_uniform":  # only vectors, which are small
@@ -121,12 +121,13 @@ def first_values(
 
 @dataclass(slots=True, kw_only=True)
 class _Pass:
-    """One micro-step, evaluation or update while it is enqueued: of capture time, as lanes are.
-    stale: True if other ranks' updates are not gathered yet. to_gather: resident slabs still to be
-    gathered. held: blocks between gather and release. partly: by block in a slot, the keys of the
-    matrices that are there, if not all. later: a block that takes the slot which is released next.
-    coded: True if products read frozen blocks' codes as they are kept. changing: slabs whose
-    masters the update writes. quantized: slabs whose codes the update has made."""
+    """State of one micro-step, evaluation or update while the host enqueues its work; like lanes,
+    this state exists only at capture time. stale: True if other ranks' updates are not gathered
+    yet. to_gather: resident slabs that are not gathered yet. held: blocks between gather and
+    release. partly: by block in a slot, the keys of the matrices in the slot, if not all are there.
+    later: a block that will take the next released slot. coded: True if products read frozen
+    blocks' stored codes. changing: slabs whose masters the update writes. quantized: slabs whose
+    codes the update has made."""
 
     stale: bool = False
     to_gather: set[str] = field(default_factory=set)
@@ -139,9 +140,9 @@ class _Pass:
 
 
 class Weights:
-    """All slabs of a model, as far as this rank holds them. master[name]: this rank's shard of the
-    master, or of the work weights if there is no other master. work[name]: this rank's shard of the
-    work weights, to which an update writes the rounded master; None: nothing to write. slots: of
+    """This rank's part of all slabs of a model. master[name]: this rank's shard of the master, or
+    of the work weights if there is no other master. work[name]: this rank's shard of the work
+    weights, to which an update writes the rounded master; None: nothing to write. slots: buffers of
     streamed blocks; free during an update."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
@@ -222,8 +223,8 @@ class Weights:
             self._mirrors.add(name, part, "Quants" if narrow else "Weights")
 
     def _places_of_new_rows(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (place, rows): the new rows, and their place in the token table that products
-        read."""
+        """Return pairs (place, rows): the separately trained new rows, and their place in the token
+        table that products read."""
         slab = self.slabs.get(NEW_ROWS)
         return [
             (
@@ -240,14 +241,14 @@ class Weights:
         return block in self.slabs and self.placement[block].work.streamed and not in_place
 
     def take_stale(self) -> bool:
-        """True if the micro-step or evaluation being enqueued is the first after an update: its
-        graph also gathers weights, which later passes find in place."""
+        """Return True once after an update of several ranks, in the first micro-step or evaluation.
+        The graph of this pass also gathers weights; later passes find the weights in place."""
         stale, self._updated = self._updated and self.dev.mesh.size("shard") > 1, False
         return stale
 
     def start_micro_step(self, stale: bool, *, few_rows: bool = False) -> None:
         """Prepare for the first gather of a micro-step or evaluation. stale: see take_stale.
-        few_rows: products have so few rows that they read frozen blocks' codes as they are kept."""
+        few_rows: True if products have so few rows that they read frozen blocks' stored codes."""
         to_gather = self._trained & self._whole.keys() if stale else set()
         coded = few_rows and self.frozen is not None and self.frozen.multiplied_coded
         self._pass = _Pass(stale=stale, to_gather=to_gather, coded=coded)
@@ -263,8 +264,9 @@ class Weights:
                 self._gather_whole(name)
 
     def gather(self, block: str, products: Collection[str] | None = None) -> None:
-        """Start to fetch a block's weights for `get`. products: keys of the matrices whose outputs
-        are computed, not only gradients; None: all."""
+        """Start to fetch a block's weights for `get`. products: keys of the matrices whose products
+        are computed with codes that are not transposed; None: all. Backward recomputes only some
+        of a block's outputs."""
         self._pass.held.add(block)
         if block in self._pass.to_gather:
             self._gather_whole(block)
@@ -278,8 +280,8 @@ class Weights:
             self._lane.arrive(slot, partial(self._gather_streamed, block, self.slots[slot]))
 
     def _can_turn(self, block: str) -> bool:
-        """True if transposed codes can be made from the master when needed: that moves fewer bytes
-        than making transposed codes from codes."""
+        """True if a kernel can make transposed codes from the master at each use. This moves fewer
+        bytes than making codes first and transposing the codes."""
         alone = self.dev.mesh.size("shard") == 1 and block not in self._part
         return self.weight_codes is not None and alone and not self.master[block].on_host
 
@@ -356,8 +358,8 @@ class Weights:
         return {p.key: slab.view(matrices, p) for p in slab.params}
 
     def lm_head(self) -> Operand:
-        """Return the matrix that makes logits; call `get` for its block before, in each
-        micro-step."""
+        """Return the matrix that makes logits. In each micro-step, call `get` for the matrix's
+        block before."""
         return self._lm_head if self._head_codes is None else self._head_codes.operand
 
     def of_logits(self) -> dict[str, Operand]:
@@ -367,7 +369,7 @@ class Weights:
         return {"lm_head": self.lm_head(), **adapters}
 
     def release(self, block: str) -> None:
-        """Say that enqueued work is the last to read this block's work weights."""
+        """Note that the enqueued work is the last that reads this block's work weights."""
         if block not in self._pass.held:
             raise AssertionError(f"weights: release({block!r}) without gather")
         self._pass.held.remove(block)
@@ -388,7 +390,7 @@ class Weights:
             self.weight_codes.forget(names)
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
-        """Record statistics of a slab's elements [start, stop), just written to `master`."""
+        """Record the largest |x| of a slab's elements [start, stop), just written to `master`."""
         if self.weight_codes is not None and slab.is_block:
             self.weight_codes.observe(slab, start, stop, master)
 
@@ -401,13 +403,15 @@ class Weights:
         return self.slabs[name].shard(self._whole[name], self.dev.mesh.index("shard"))
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
-        """Make codes (n,) of this rank's shard from `master` (n,), after `observe` of all of it."""
+        """Make codes (n,) of this rank's shard from `master` (n,). Call `observe` for all elements
+        before."""
         self.weight_codes.finish_scales()
         self.weight_codes.quantize(name, master, codes)
         self._pass.quantized.add(name)
 
     def finish_update(self) -> None:
-        """Make what products and peers read from the updated masters. Only launches."""
+        """Make the codes and copies that products and peers read from the updated masters. Only
+        launches."""
         alone = self.dev.mesh.size("shard") == 1
         if self.weight_codes is not None:
             self.weight_codes.finish_scales()
@@ -431,19 +435,19 @@ class Weights:
                 self.weight_codes.quantize(name, x, q, start=first)
 
     def train(self, names: set[str]) -> None:
-        """Take these slabs for the ones that updates change; a call of all ranks."""
+        """Let updates change only the slabs of these names from now on. All ranks must call."""
         before, self._trained = self._trained, names
-        if self.dev.mesh.size("shard") > 1:  # the last update of the others, which no pass gathers
+        if self.dev.mesh.size("shard") > 1:  # no pass gathers the last update of the other slabs
             for name in (name for name in self._whole if name in before - names):
                 self._gather_resident(name)
 
     def updated(self) -> None:
-        """Say that an update is enqueued: gathered weights of other ranks are stale now."""
+        """Note that an update is enqueued: gathered weights of other ranks are stale now."""
         self._updated = True
 
     def refresh(self) -> None:
-        """Make everything from the masters, after the host has written these; a call of all
-        ranks."""
+        """Make work weights, codes and copies from the masters, after the host has written the
+        masters. All ranks must call."""
         self.start_update(set(self.slabs))
         for slab in self._with_masters():
             master, work = self.master[slab.name], self.work[slab.name]
@@ -462,9 +466,9 @@ class Weights:
     # -- contents --------------------------------------------------------------------------------
 
     def init(self, config: ModelConfig, seed: int, *, zero_projections: bool = False) -> None:
-        """Write fresh weights: normal(0, std), projections into the residual stream / sqrt(2L).
-        They depend on the seed and the parameter only, never on ranks, nor on dtypes beyond
-        rounding."""
+        """Write fresh weights: normal(0, std), divided by sqrt(2L) for projections into the
+        residual stream. Weights depend on the seed and the parameter only, not on the number of
+        ranks, and on dtypes only by rounding."""
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
@@ -496,8 +500,9 @@ class Weights:
         stored: Stored | None = None,
     ) -> None:
         """Fill the masters from host arrays of the parameters' shapes, any float dtype. read:
-        returns None for a parameter that gets fresh values. new: config and seed of fresh values,
-        see `init`. stored: the files of slabs that are kept as codes; None: as `read` has them."""
+        returns a parameter's array, or None for a parameter that gets fresh values. new: config and
+        seed of fresh values, see `init`. stored: the files of frozen blocks that are kept as codes;
+        None: the blocks are encoded from the arrays of `read`."""
         for slab in self._with_masters():
             master = self.master[slab.name]
             self.dev.zero(master)
@@ -524,8 +529,8 @@ class Weights:
         return [param for slab in self._with_masters() for param in slab.params]
 
     def _owned(self, slab: Slab, part: Tensor, start: int = 0) -> list[tuple[Param, Tensor, int]]:
-        """Return (param, tensor, first element) of a part of this rank's shard, which begins at
-        element `start` of the shard: each parameter's elements, no padding."""
+        """Return (param, tensor, first element of the parameter) for each parameter with elements
+        in `part`, without padding. part: elements of this rank's shard from `start` on."""
         start += self.dev.mesh.index("shard") * slab.shard_size
         owned = []
         for param, first, last in slab.pieces(start, start + part.size):
