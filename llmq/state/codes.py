@@ -1,4 +1,4 @@
-"""Codes of trained weight matrices, made once per update; transposed codes of all matrices.
+"""Codes of trained weight matrices, made after each update; transposed codes of all matrices.
 
 A rank quantizes its shard of each matrix with a scale of the whole matrix. Every rank records the
 largest |x| of its shard, and the maximum over ranks gives the scale.
@@ -20,12 +20,12 @@ from llmq.state.placement import Placement
 
 class Transposes:
     """Transposed codes of the blocks' matrices: a set for each block, or one set that blocks share.
-    own: blocks with a set of their own."""
+    own: names of the blocks that have a set of their own."""
 
     def __init__(self, dev: Device, table: Iterable[Slab], placement: Placement):
         self.dev, self.own = dev, set[str]()
         self._of: dict[str, dict[str, Tensor]] = {}
-        shared: dict[tuple, Tensor] = {}  # blocks may have matrices of one key in several shapes
+        shared: dict[tuple, Tensor] = {}  # by key and shape: shapes may differ between blocks
         for slab in table:
             store = placement[slab.name].transposed
             if store is None:
@@ -44,13 +44,12 @@ class Transposes:
         return self._of[name]
 
     def written(self, name: str, operands: Mapping[str, Operand]) -> None:
-        """Make a block's transposed codes, if the block keeps a set; its codes have been
-        written."""
+        """Make a block's transposed codes from its new codes, if the block has a set of its own."""
         if name in self.own:
             self._make(operands)
 
     def used(self, name: str, operands: Mapping[str, Operand]) -> None:
-        """Make a block's transposed codes in the shared set; valid until another block does so."""
+        """Make a block's transposed codes in the shared set, which the next block overwrites."""
         if name in self._of and name not in self.own:
             self._make(operands)
 
@@ -66,7 +65,7 @@ class WeightCodes:
     """Codes of the blocks' matrices, laid out like a whole slab or a rank's shard of it."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], transposes: Transposes, limit: float):
-        """table: the slabs that have codes. limit: the largest finite value of a code."""
+        """table: the slabs whose codes are made. limit: the largest finite value of a code."""
         self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
         self._limit = limit
@@ -126,8 +125,8 @@ class WeightCodes:
         keys: Collection[str] | None = None,
         start: int = 0,
     ) -> None:
-        """Make codes (n,) of a rank's shard, from element `start` of the shard on, from its master
-        (n,). keys: of the matrices to quantize; None: all."""
+        """Make codes (n,) of this rank's shard from the shard's master (n,). start: element of the
+        shard at which both begin. keys: keys of the matrices to quantize; None: all."""
         slab = self.slabs[name]
         start += self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + master.size):
@@ -140,9 +139,9 @@ class WeightCodes:
     def with_transposed(
         self, name: str, operands: Mapping[str, Operand], master: Tensor, coded: Collection[str]
     ) -> dict[str, Operand]:
-        """Make a block's transposed codes like `Transposes.used`, and return its operands. coded:
-        keys of the matrices that have codes. Other matrices' transposed codes are made of the
-        slab's master (n,), which is whole."""
+        """Make a block's transposed codes like `Transposes.used`, and return the block's operands.
+        coded: keys of the matrices that have codes. Transposed codes of other matrices are made
+        from the slab's whole master (n,)."""
         made = dict(operands)
         for p in self.slabs[name].params:
             operand = operands[p.key]
@@ -157,7 +156,7 @@ class WeightCodes:
 
 
 class HeadCodes:
-    """Codes of the LM head's matrix; each rank makes all of them."""
+    """Codes of the LM head's matrix; each rank makes the codes of the whole matrix."""
 
     def __init__(self, dev: Device, matrix: Tensor, dtype: DType):
         self.dev = dev

@@ -8,11 +8,11 @@ a block is decoded into a slot before its use:
     arrives                       | gathered into a slot, or into `arriving` to be decoded
     used      as stored           | decoded into a slot, in the model's dtype or as fp8 codes
 
-All this runs on the stream on which the slot arrives: of gathered blocks while the block before is
-computed, of blocks whose codes are whole on the main stream, see `weights.py`.
+Gathering and decoding run on the stream on which the slot arrives: for gathered blocks beside the
+block before, for blocks whose codes are whole on the main stream, see `weights.py`.
 
-Codes are made while weights are read, piece by piece, or are read where files have codes of the
-same format. Each rank makes the codes of the whole block and keeps its part of the bytes: scales
+Codes are made piece by piece while weights are read. If files have codes of the same format, these
+codes are kept. Each rank makes the codes of the whole block and keeps its part of the bytes: scales
 are equal on all ranks, and ranks need not communicate.
 """
 
@@ -34,20 +34,22 @@ from llmq.state.params import Param, Slab
 from llmq.state.placement import Placement
 
 Source = Callable[[Param], tuple[Write, DType]]
-"""Function that gives a parameter's `Write`, and the dtype of its elements, F32 or BF16."""
+"""Function that returns a parameter's `Write`, and the dtype of the written elements: F32 or
+BF16."""
 
 
 class Stored(NamedTuple):
-    """A model's files, as frozen blocks read them. elements(param, start, stop): elements of a
-    parameter, flat, F32 or BF16. codes(part, format): the tensors of a module's codes in this
-    --base-dtype, see `CodesOf`."""
+    """Functions by which frozen blocks read a model's files. elements(param, start, stop): returns
+    the elements [start, stop) of a flat parameter, F32 or BF16. codes(part, format): returns the
+    tensors of a module's codes in this --base-dtype, see `CodesOf`."""
 
     elements: Callable[[Param, int, int], np.ndarray]
     codes: Callable[[HfPart, str], Mapping[str, Iterator[np.ndarray]] | None]
 
     @classmethod
     def of(cls, read: Callable[[Param], np.ndarray]) -> "Stored":
-        """A model of whole parameters, without codes. read: as of `Weights.load`."""
+        """Return functions for a model of whole parameters, without codes. read: see
+        `Weights.load`."""
         last: dict[str, np.ndarray] = {}
 
         def elements(param: Param, start: int, stop: int) -> np.ndarray:
@@ -73,8 +75,8 @@ class Stored(NamedTuple):
 
 
 class FrozenBlocks:
-    """Frozen blocks of a model, as far as this rank holds them. packed: by slab, U8, all bytes of
-    its layout or this rank's shard of the bytes."""
+    """This rank's part of a model's frozen blocks. packed: by slab, U8, all bytes of the slab's
+    layout or this rank's shard of the bytes."""
 
     def __init__(
         self, dev: Device, table: tuple[Slab, ...], placement: Placement, transposes: Transposes
@@ -82,7 +84,7 @@ class FrozenBlocks:
         """table: the slabs that are kept as codes."""
         self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
-        first = placement[table[0].name]  # all are placed alike
+        first = placement[table[0].name]  # all these slabs have the same placement
         self._store, self._work, self.decodes = first.base, first.work, first.decodes
         self._storage = self._multiplied = storage_of(dev, first.base.dtype)
         self._layouts = self._lay(dev.mesh.size("shard"))
@@ -150,8 +152,9 @@ class FrozenBlocks:
             self._storage.decode(param, kept, out["codes"], out.get("scale"))
 
     def operands(self, name: str, slot: Tensor | None) -> dict[str, Operand]:
-        """Return a block's operands, by the matrices' keys. slot: the block's; None: resident. Then
-        products of few rows read codes that others read decoded."""
+        """Return a block's operands, by the matrices' keys. slot: the slot that holds the block;
+        None: the block is resident, and if products decode, operands are codes for products of few
+        rows."""
         slab = self.slabs[name]
         if self._multiplied is None and slot is not None:
             return {p.key: slab.view(slot, p) for p in slab.params}
@@ -169,7 +172,8 @@ class FrozenBlocks:
     # -- loading ---------------------------------------------------------------------------------
 
     def fill(self, source: Source, stored: Stored | None = None) -> None:
-        """Encode all blocks. stored: files with codes that need no encoding."""
+        """Encode all blocks. source: gives the elements. stored: files that may have codes, which
+        need no encoding."""
         kind = self._store.dtype.name
 
         def codes_of(part: HfPart) -> Mapping[str, Iterator[np.ndarray]] | None:
@@ -189,8 +193,8 @@ class FrozenBlocks:
                 self.transposes.written(name, self.operands(name, None))
 
     def _put(self, name: str, begin: int, content: Tensor) -> None:
-        """Keep the bytes of `content` that lie in this rank's shard. begin: its first byte in the
-        block's layout."""
+        """Keep the bytes of `content` that lie in this rank's shard. begin: the byte of the block's
+        layout at which `content` begins."""
         packed = self.packed[name]
         shard_begin = self._first_byte(name)
         low, high = (

@@ -3,7 +3,8 @@
 State in host memory passes through three sets of buffers on the device, a few megabytes at a time.
 While one piece is updated, the next one arrives on the copy stream and the last one leaves on the
 store stream. fp8 codes need a whole master, because scales depend on whole matrices. Two slots of
-streamed gradients are free during the update: each holds a whole master, which so arrives once.
+streamed gradients are free during the update. Each slot holds a whole master, so that the master
+arrives only once.
 
 A rule for whole matrices has three parts (`_update_matrices`): a change is proposed element by
 element, transformed as a whole matrix, and applied element by element.
@@ -32,16 +33,16 @@ from llmq.state.rules import AVERAGE, FIRST, kept, rule_of
 from llmq.state.rules.rule import SCALES, FullMatrix, MatrixState, OptimizerState, ShardSlice
 from llmq.state.weights import Weights
 
-BUFFERS = 3  # one arrives, one is updated, one leaves
-TOGETHER = 1 << 27  # elements of several slabs' matrices that a rank transforms at once
+BUFFERS = 3  # one buffer is filled, one is updated, one is emptied
+TOGETHER = 1 << 27  # most elements that a rank transforms at once, if of several slabs
 WEIGHTS = ("master", "work", AVERAGE.name)  # names in _State.movable
 
 
 class _State(NamedTuple):
     """Tensors that the update of a slab's shard, or of a piece of the shard, reads and writes.
-    name: of the slab. movable: tensors that may be in host memory: "master", "work", "grad" and
-    moments. scales: of moments, always on the device. codes: of a whole shard whose master comes
-    from host memory; made when all of the master is updated."""
+    name: the slab's name. movable: tensors that may be in host memory: "master", "work", "grad" and
+    moments. scales: scales of moments, always on the device. codes: codes of a whole shard whose
+    master comes from host memory; made after all of the master is updated; else None."""
 
     name: str
     movable: dict[str, Tensor]
@@ -57,20 +58,21 @@ class _State(NamedTuple):
         )
 
     def of_weights(self) -> _State:
-        """Return master, work weights and their average, to which a change is applied."""
+        """Return the state with master, work weights and their average alone, which `apply`
+        changes."""
         kinds = {name: t for name, t in self.movable.items() if name in WEIGHTS}
         return _State(self.name, kinds, {}, self.codes)
 
     def beside_weights(self) -> _State:
-        """Return the other tensors, from which a change is made."""
+        """Return the state with the other tensors alone, from which `propose` makes a change."""
         kinds = {name: t for name, t in self.movable.items() if name not in WEIGHTS}
         return _State(self.name, kinds, self.scales)
 
 
 class Optimizer:
     """Moments of this rank's shards, zero at the start, and the update by the run's rule. table:
-    trained slabs. trained: their names. moments, scales: by names of moment and slab. scales: of
-    8-bit moments, one F32 per SCALE_BLOCK elements."""
+    trained slabs. trained: names of these slabs. moments: by moment and slab. scales: by moment and
+    slab, scales of 8-bit moments, one F32 for SCALE_BLOCK elements."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class Optimizer:
         *,
         zero_copy: bool = False,
     ):
-        """optim: options of the update rule. zero_copy: kernels update host memory directly."""
+        """optim: options of the update rule. zero_copy: True if kernels update host memory
+        directly."""
         self.dev, self.placement, self.rule = dev, placement, rule_of(optim)
         self.zero_copy = zero_copy
         self.table = [slab for slab in table if placement[slab.name].trainable]
@@ -120,9 +123,9 @@ class Optimizer:
         dev.upload(self.segments[name], segments)
 
     def _alloc_of_matrices(self, state: MatrixState) -> None:
-        """Allocate a state of the matrices that this rank transforms, by the first slab of a turn.
-        A rank without a slab in a turn has a state that is not saved, so that all ranks use the
-        same memory."""
+        """Allocate a state for the matrices that this rank transforms, one tensor for each turn,
+        under the name of the turn's first slab. A rank without a slab in a turn gets a tensor that
+        is not saved, so that all ranks use the same memory."""
         dev, mesh, options = self.dev, self.dev.mesh, self.rule.options
         ranks, index = mesh.size("shard"), mesh.index("shard")
         turns = (
@@ -160,7 +163,7 @@ class Optimizer:
 
     def update(self, weights: Weights, grads: Gradients, scalars: Tensor, kind: str) -> None:
         """Update every slab. Only launches. scalars: StepScalars after `global_norm.finish`. kind:
-        of the rule's kinds."""
+        one of the rule's kinds."""
         weights.start_update()
         states = {slab.name: self._state(weights, grads, slab) for slab in self.table}
         with ExitStack() as temps:
@@ -175,15 +178,16 @@ class Optimizer:
         weights.finish_update()
 
     def begin_average(self, weights: Weights, state: OptimizerState = AVERAGE) -> None:
-        """Set the average, or FIRST, to the weights, which the host has just written."""
+        """Set a state to the weights, which the host has just written. state: AVERAGE or FIRST."""
         for name, tensor in self.moments.get(state.name, {}).items():
             elementwise.convert(self.dev, tensor, weights.master[name])
 
     def exchange_average(
         self, weights: Weights, state: OptimizerState = AVERAGE, *, back: bool
     ) -> None:
-        """Exchange masters and average, or FIRST, or exchange both back, and remake what products
-        and peers read; a call of all ranks. No step may run between the two calls."""
+        """Exchange the masters with a state, or exchange both back, and refresh the weights. state:
+        AVERAGE or FIRST. back: True in the second call. All ranks must call. No step may run
+        between the two calls."""
         for name, tensor in self.moments[state.name].items():
             elementwise.exchange_average(self.dev, tensor, weights.master[name], back=back)
         weights.refresh()
@@ -248,10 +252,10 @@ class Optimizer:
         )
 
     def _update_matrices(self, slabs: list[Slab], states: dict[str, _State], work: _Work) -> None:
-        """Update slabs of one layout: each is whole on one rank, equally many on each rank. Shards
-        stay cut anywhere: a slab's proposed change goes to the rank with the slab's number, and the
-        final change comes back, together as much traffic as two shards. A rank without a slab
-        transforms zeros, so that all ranks launch the same kernels."""
+        """Update slabs of one layout. In each turn a rank transforms the whole change of one slab.
+        Shards may cut matrices: a slab's proposed change goes to the rank with the slab's number in
+        the turn, and the final change comes back, together as much traffic as two shards. A rank
+        without a slab transforms zeros, so that all ranks launch the same kernels."""
         dev, first, group = self.dev, slabs[0], self.dev.mesh.group("shard")
         dtype = self.rule.of_change or self.placement[first.name].gradient.dtype
         turns = [slabs[i : i + group.size] for i in range(0, len(slabs), group.size)]
@@ -305,8 +309,8 @@ class Optimizer:
                     self._update_shard(slab, state, work, self.rule.apply, change)
 
     def _states_of(self, turn: list[Slab], number: int, count: int) -> tuple:
-        """Return the last fields of the FullMatrix of `count` matrices, all alike, of a turn: from
-        matrix `number` on of the slab that this rank transforms."""
+        """Return the last fields of a FullMatrix, from `states` on, for `count` matrices of equal
+        shape in a turn. number: index of the first matrix in the slab that this rank transforms."""
         index = self.dev.mesh.index("shard")
         slab = turn[index if index < len(turn) else 0]
         shapes = [shape for _, *shape in slab.matrices()]
@@ -334,7 +338,8 @@ class _Work(NamedTuple):
 
 
 def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
-    """Group slabs of one layout: in a round each rank has one, or several of TOGETHER elements."""
+    """Group slabs of one layout into rounds. In a round each rank transforms one slab, or several
+    slabs of at most TOGETHER elements."""
     alike: dict[tuple, list[Slab]] = {}
     for slab in slabs:
         alike.setdefault((slab.size, slab.matrices()), []).append(slab)
@@ -347,8 +352,8 @@ def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
 
 
 class _Staging:
-    """Device buffers of one update, for state in host memory. wholes: free buffers, each long
-    enough for a shard's master; may be empty. codes: buffers for the codes of these masters."""
+    """Device buffers of one update, for state in host memory. wholes: free buffers, each as long as
+    a shard's master or longer; may be empty. codes: buffers for the codes of these masters."""
 
     def __init__(
         self,
@@ -394,7 +399,8 @@ class _Staging:
 
     @contextmanager
     def whole(self, state: _State) -> Iterator[tuple[Tensor, Tensor] | None]:
-        """Yield device memory of a shard's master and codes; None if the master does not stay."""
+        """Yield device memory for a shard's master and its codes; None if the update does not keep
+        the whole master on the device."""
         if not self._stays(state):
             yield None
             return
@@ -412,8 +418,8 @@ class _Staging:
 
     @contextmanager
     def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
-        """Yield the piece with all tensors on the device; written tensors leave at the end. master:
-        device memory in which the piece's master stays; None: a buffer."""
+        """Yield the piece with all tensors on the device. At the end, written tensors are copied to
+        host memory. master: device memory in which the piece's master stays; None: a buffer."""
         moved = self._moved(state)
         if not moved:
             yield state

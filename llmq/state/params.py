@@ -11,7 +11,8 @@ head for multi-token prediction) and, for new rows of the token tables, "new_row
 
 A slab is one contiguous piece of memory in every kind of storage (weights, gradients, moments), so
 that copies, collectives and the optimizer work on whole blocks. A parameter's `offset` in its slab
-counts elements, and so is the same for every dtype. All W shards have the same number of elements.
+counts elements, and so is the same for every dtype. All W shards of a slab have equally many
+elements.
 
     slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
     shard 0 is the first 1/W of each slab, shard 1 the second, wherever a parameter ends
@@ -44,22 +45,22 @@ OF_ROWS = ".token_adapter.trainable_tokens_delta"
 MAGNITUDES = "lora_m"
 """Slab of the magnitudes of adapted rows; F32, because they are divided by F32 norms."""
 CONSTANTS = "constants"
-"""Slab of F32 numbers that are loaded and never change: their gradients are zero."""
+"""Slab of F32 numbers that are loaded and never change, because their gradients are zero."""
 LOOKED_UP = "per_layer_table"
-"""Slab of a table of which steps read a few rows; in host memory where one rank holds all of it and
-does not train it."""
+"""Slab of a table from which a step reads a few rows. The table is in host memory if a run has one
+shard and does not train the table."""
 NEW_ROWS = "new_rows"
-"""Slab and key of separately trained rows of embedding and LM head."""
+"""Slab and key of separately trained rows of the embedding and the LM head."""
 
 
 SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
 SLABS |= dict.fromkeys(NEW_PARTS, NEW_ROWS) | {MTP: MTP}
 SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
-"""Slab of each name in --train."""
+"""The slab that each name in --train stands for."""
 
 
 def trained_slabs(adapters: Adapters) -> set[str]:
-    """Return the names of trained slabs; the model may lack some."""
+    """Return the names of the slabs that a run with adapters trains; the model may lack some."""
     slabs = {"lora_a", "lora_b"} | ({MAGNITUDES} if adapters.dora else set())
     return slabs | {SLABS[part] for part in adapters.train}
 
@@ -69,12 +70,13 @@ ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One parameter. name: as in checkpoints. block: the block that uses the parameter: "embed",
-    "layers.3" or "head". key: its name in the block. shape: with padded rows. kind, init: see
-    Module; init may also be "adapter" (normal, 1/sqrt(3 in_features)) or "unit" (normal, 1). index:
-    number in the whole model, which seeds its random numbers. offset: first element in the slab.
-    first_row: row of the block's token table at which this parameter's rows belong; None: not rows
-    of another parameter. fused: one tensor that files may hold instead of the tensors of hf."""
+    """One parameter. name: the name in checkpoints. block: the block that uses the parameter:
+    "embed", "layers.3" or "head". key: the parameter's name in the block. shape: includes padded
+    rows. kind, init: see Module; init may also be "adapter" (normal, 1/sqrt(3 in_features)) or
+    "unit" (normal, 1). index: number of the parameter in the model, which seeds its random numbers.
+    offset: the parameter's first element in the slab. first_row: row of the block's token table
+    that the first of these rows replaces; None: the parameter replaces no rows. hf: the tensors in
+    Hugging Face files. fused: one tensor that files may hold instead of the tensors of hf."""
 
     name: str
     block: str
@@ -117,8 +119,8 @@ class Param:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Return ranges of rows [start, stop) between rows that Hugging Face knows; they stay
-        zero."""
+        """Return the ranges [start, stop) of padding rows between the rows that Hugging Face knows.
+        Padding rows stay zero."""
         edges = sorted(edge for part in self.hf for edge in (part.start, part.stop))
         return [pair for pair in zip(edges[1::2], edges[2::2], strict=False) if pair[0] < pair[1]]
 
@@ -128,7 +130,7 @@ class Param:
         return self.kind in ("matrix", "embedding", "router", "conv")
 
     def by_row(self, values: np.ndarray) -> np.ndarray:
-        """Return an array of the parameter's shape as rows; experts' rows follow one another."""
+        """Return an array of the parameter's shape as a list of rows, one expert after another."""
         return values.reshape(-1, *self.row_shape)
 
     @property
@@ -138,9 +140,9 @@ class Param:
         return self.hf[0].name.endswith(".bias")
 
     def matrices(self) -> list[tuple[int, int, int]]:
-        """Return (first element in the slab, rows, columns) of each Hugging Face matrix, and of
-        every expert."""
-        found, height = [], self.shape[-2]  # of one expert; a part holds the rows of all experts
+        """Return (first element in the slab, rows, columns) of each Hugging Face matrix, one for
+        each expert."""
+        found, height = [], self.shape[-2]  # rows of one expert; a part has rows of all experts
         for part in self.hf:
             for start in range(part.start, part.stop, height):
                 rows = min(start + height, part.stop) - start
@@ -154,15 +156,15 @@ class Param:
 
     @property
     def rows(self) -> int:
-        """Number of rows that Hugging Face knows, of all experts; padding follows and stays
+        """Number of rows without the padding at the end, of all experts together. Padding stays
         zero."""
         return max(part.stop for part in self.hf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
-    """Parameters that lie contiguously. size: elements, gaps and tail included. shard_size:
-    elements of each shard."""
+    """Parameters that lie contiguously. size: number of elements, gaps and tail included.
+    shard_size: number of elements of each shard."""
 
     name: str
     params: tuple[Param, ...]
@@ -190,13 +192,13 @@ class Slab:
         return [(end, stop) for end, stop in ends if end < stop]
 
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (first element, rows, columns) of each Hugging Face matrix, and of every
+        """Return (first element, rows, columns) of each Hugging Face matrix, one for each
         expert."""
         return tuple(matrix for param in self.params for matrix in param.matrices())
 
     def per_matrix(self, size: Callable[[int, int], int]) -> Slab:
-        """Return a slab with size(rows, columns) elements for each of `matrices`, without gaps, in
-        parameters of the same names."""
+        """Return a slab for a state of each matrix in `matrices`, without gaps. The parameters keep
+        their names. size: returns the number of elements of a matrix's state."""
         params, offset = [], 0
         for p in self.params:
             count = sum(size(rows, columns) for _, rows, columns in p.matrices())
@@ -207,8 +209,8 @@ class Slab:
         return replace(self, params=tuple(params), size=total, shard_size=total)
 
     def alike(self) -> list[tuple[int, int, int, int]]:
-        """Return `matrices` with equal neighbours merged: (first element, count, rows, columns).
-        Each matrix begins at a multiple of 16 bytes of BF16 if the first one of its run does."""
+        """Return (first element, count, rows, columns) of each run of adjacent matrices of one
+        shape. If a run's first matrix is aligned to 16 bytes in BF16, all its matrices are."""
         found: list[tuple[int, int, int, int]] = []
         for at, rows, columns in self.matrices():
             first, count, *shape = found[-1] if found else (0, 0, 0, 0)
@@ -229,22 +231,23 @@ class Slab:
         return slab.rows(index * self.shard_size, (index + 1) * self.shard_size)
 
     def pieces(self, start: int, stop: int) -> list[tuple[Param, int, int]]:
-        """Return (param, first, last): the elements [first, last) of each parameter in [start,
-        stop). The gap behind a parameter counts as its own, so that pieces are multiples of
-        ELEMENT_ALIGN if start and stop are."""
+        """Return (param, first, last) for each parameter with elements [first, last) of the slab in
+        [start, stop). A piece includes the gap behind the parameter, so that sizes of pieces are
+        multiples of ELEMENT_ALIGN if start and stop are."""
         clipped = [(p, max(start, p.offset), min(stop, end)) for p, end in self._ranges()]
         return [(p, first, last) for p, first, last in clipped if first < last]
 
 
 def planes(matrix: Tensor) -> list[Tensor]:
-    """Return the matrices (out, in): one, or each expert's of (experts, out, in)."""
+    """Return a matrix (out, in) in a list, or split (experts, out, in) into each expert's
+    matrix."""
     if len(matrix.shape) == 2:
         return [matrix]
     return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
 
 
 SHARED = ("vectors", CONSTANTS, "norms", "biases", "lora_a", "lora_b", MAGNITUDES, NEW_ROWS)
-"""Slabs that have parameters of several blocks."""
+"""Names of the slabs that have parameters of several blocks."""
 
 
 def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -332,11 +335,11 @@ def weight_table(
 
 
 def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[Param]]:
-    """Return the parameters of "lora_a", "lora_b", with DoRA "lora_m", and new rows if trained, by
-    slab. The adapters of a matrix share an A (n * rank, in_features), padded with zero rows to
-    `padded_columns`, and a B (rows of all, rank). rank: the largest of the matrix. Magnitudes
-    (out_features,) have the order of the matrix's rows. They begin as norms of these rows, which
-    this table does not know."""
+    """Return by slab the parameters of "lora_a", "lora_b", with DoRA "lora_m", and new rows if
+    trained. The n adapters of a matrix share an A (n * rank, in_features), padded with zero rows to
+    `padded_columns`, and a B (sum of the adapters' rows, rank); rank is the largest rank of these
+    adapters. Magnitudes (out_features,) have the order of the matrix's rows. They begin as norms of
+    these rows, which this table does not know."""
     slabs: dict[str, list[Param]] = {"lora_a": [], "lora_b": []}
     for block, matrix in all_adapted(config, adapters):
         a, b = _of_matrix(matrix, block)
@@ -350,8 +353,8 @@ def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[P
 
 
 def _new_rows(config: ModelConfig, *, of_head: bool) -> list[Param]:
-    """Return the separately trained rows of the embedding and, if untied and of_head, of the LM
-    head; padded to `padded_columns`."""
+    """Return the separately trained rows of the embedding and, if untied and of_head is True, of
+    the LM head. The number of rows is padded to `padded_columns`."""
     first, stop = config.new_tokens
     rows, shape = stop - first, (padded_columns(stop - first, 1), config.hidden_size)
     tables = token_tables(config)
@@ -379,7 +382,7 @@ def _of_matrix(matrix: Adapted, block: str) -> tuple[Param, Param]:
     """Return A and B of a matrix's adapters."""
     key, a, b, rows, rank, initial = matrix.key, [], [], 0, matrix.rank, "adapter"
     count = len(matrix.parts)
-    if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
+    if matrix.fused is not None:  # PEFT's ParamWrapper keeps one A and one B for all experts
         name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
         a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
         b.append(
@@ -392,7 +395,7 @@ def _of_matrix(matrix: Adapted, block: str) -> tuple[Param, Param]:
                 order=matrix.fused.order,
             )
         )
-    if block == "embed":  # PEFT stores both transposed, and calls the factor with tokens A
+    if block == "embed":  # PEFT stores both factors transposed, and A is the factor with tokens
         (part,), name = matrix.parts, f"{PEFT_PREFIX}{matrix.modules[0]}.lora_embedding_"
         a.append(HfPart(name=f"{name}B", start=0, stop=rank, transposed=True))
         rows, initial = part.stop, "unit"

@@ -1,8 +1,9 @@
 """Pieces of slabs that a rank holds and saves, and their snapshot in host memory.
 
 A checkpoint is written from the snapshot while training goes on. Masters and moments change only in
-the update of a step. So the snapshot is copied during forward and backward of the next step, on a
-stream of its own, and only the update waits for the copy. A step shorter than the copy is delayed.
+the update of a step. So the copy to the snapshot runs beside forward and backward of the next step,
+on a stream of its own, and only the update waits for the copy. A step shorter than the copy is
+delayed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from llmq.state.params import ELEMENT_ALIGN, Slab
 
 class SlabPiece(NamedTuple):
     """Elements [start, stop) of a slab, which a rank holds in `tensor`. own: the elements [first,
-    last) that this rank saves, where ranks with the same shard each save a part; None: all
+    last) of the slab that this rank saves, if ranks with the same shard each save a part; None: all
     elements."""
 
     slab: Slab
@@ -29,8 +30,8 @@ class SlabPiece(NamedTuple):
 
     @classmethod
     def of(cls, dev: Device, slab: Slab, tensor: Tensor) -> SlabPiece:
-        """Return this rank's shard of a slab. The first replica, which plans describe, saves
-        most."""
+        """Return this rank's shard of a slab. The first replica saves the largest part, because
+        plans describe the first replica."""
         shard, replica = dev.mesh.index("shard"), dev.mesh.index("replica")
         start, stop = shard * slab.shard_size, (shard + 1) * slab.shard_size
         most = -(-slab.shard_size // (dev.mesh.size("replica") * ELEMENT_ALIGN)) * ELEMENT_ALIGN
@@ -44,8 +45,8 @@ class SlabPiece(NamedTuple):
 
     @property
     def written_piece(self) -> SlabPiece:
-        """The piece of the elements that this rank saves. A rank that saves nothing gets a piece
-        with `own` empty, since no tensor is empty."""
+        """The piece with only the elements that this rank saves. A rank that saves nothing gets
+        some elements and an empty `own`, since no tensor is empty."""
         first, last = self.written
         start = first if first < last else self.start
         stop = last if first < last else self.start + ELEMENT_ALIGN
@@ -55,38 +56,38 @@ class SlabPiece(NamedTuple):
 
 
 State = dict[str, list[SlabPiece]]
-"""Pieces that a rank holds, by group of the checkpoint."""
+"""The pieces that a rank holds, by the checkpoint's groups of files."""
 
 
 def state_of(
     dev: Device, table: Iterable[Slab], groups: Mapping[str, Mapping[str, Tensor]]
 ) -> State:
-    """Return this rank's pieces by group. groups: by group and slab, this rank's shards."""
+    """Return this rank's pieces, by group. groups: this rank's shards, by group and slab."""
     return {
         group: [SlabPiece.of(dev, slab, of[slab.name]) for slab in table if slab.name in of]
         for group, of in groups.items()
     }
 
 
-# Bytes of one copy. Copies of residuals and streamed weights on the same copy engine wait at most 1
-# ms for it.
+# Bytes of one copy. Copies of residuals and streamed weights on the same copy engine wait at most
+# 1 ms for one such copy.
 COPIED = 16 * MIB
 
 
 class Snapshot:
     """A copy of a state in pinned memory, ordered with updates. copy: the state at the last `take`;
-    may be read once `is_done`, until the next `take`."""
+    valid from the time `is_done` returns True until the next `take`."""
 
     def __init__(self, dev: Device, state: State, copied: int | None = None):
-        """state: always the same tensors; the parts that this rank saves are copied. copied: bytes
-        of one copy; None: COPIED."""
+        """state: tensors that each `take` copies, as far as this rank saves them. copied: bytes of
+        one copy; None: COPIED."""
         self.dev = dev
         self._copied = COPIED if copied is None else copied
         self._state = {group: [p.written_piece for p in of] for group, of in state.items()}
         self.copy: State = {group: [self._like(p) for p in of] for group, of in self._state.items()}
         on_host = any(piece.tensor.on_host for of in state.values() for piece in of)
-        # Copying host memory to host memory would block the rank's thread, so a device buffer is
-        # between.
+        # Copying host memory to host memory would block the rank's thread, so state in host memory
+        # is copied through a device buffer.
         self._bounce = dev.alloc("snapshot", (self._copied,), U8, "Checkpoint") if on_host else None
         self._begun, self._ended = dev.event(), dev.event()
         self._waits = False  # True until an update has waited for the last copy

@@ -1,8 +1,8 @@
 """Layers in turns (`--layers-per-step`): which blocks a step trains (LISA, arXiv 2403.17919).
 
-All steps of a period train the same blocks, drawn by the seed and the number of the period, and all
-slabs that are no blocks. Gradients and moments of the drawn blocks take the memory of the last
-period's; moments, of all slabs, begin at zero in each period.
+All steps of a period train the same blocks, drawn from the seed and the number of the period, and
+all slabs that are not blocks. Gradients and moments of the drawn blocks reuse the memory of the
+last period's blocks. The moments of all slabs begin at zero in each period.
 """
 
 from collections.abc import Iterable

@@ -23,7 +23,7 @@ RULES: dict[str, type[UpdateRule]] = {
 AVERAGE = OptimizerState(
     name="ema", group="ema", category="EMA", dtype=None, offload="offload_master"
 )
-"""The moving average of weights (`--ema`): stored like moments; begins as the weights."""
+"""The moving average of weights (`--ema`), stored like moments. Its first value is the weights."""
 FIRST = OptimizerState(
     name="first", group="first", category="Reference", dtype=None, offload="offload_master"
 )
@@ -31,7 +31,8 @@ FIRST = OptimizerState(
 
 
 def kept(optim: OptimOptions, slab: Slab | None = None) -> tuple[OptimizerState, ...]:
-    """Return the states that a run keeps of a slab (None: of all) from update to update."""
+    """Return the states that a run keeps for a slab from update to update. slab: None for the
+    states of all slabs."""
     rule = rule_class(optim.optimizer)
     moments = rule.moments if slab is None else rule.moments_of(slab)
     return (*moments, *[AVERAGE] * (optim.ema > 0), *[FIRST] * optim.keep_reference)
@@ -42,8 +43,8 @@ def rule_class(name: str) -> type[UpdateRule]:
 
 
 def optim_saved(options: Mapping[str, Any]) -> OptimOptions:
-    """Return the optimizer options of a checkpoint; "adamw" if old ones name no rule. LlmqError for
-    an unknown rule."""
+    """Return the optimizer options of a checkpoint. The rule is "adamw" if an old checkpoint names
+    none. LlmqError for an unknown rule."""
     today = current_options(options, "the checkpoint: ", quiet=True)
     names = {field.name for field in fields(OptimOptions)} & today.keys()
     optim = OptimOptions(**{name: today[name] for name in names})

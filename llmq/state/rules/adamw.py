@@ -1,4 +1,4 @@
-"""AdamW: two moments of each element; weight decay of matrices only."""
+"""AdamW: two moments for each element, and weight decay for matrices only."""
 
 import numpy as np
 
@@ -23,12 +23,12 @@ class AdamW(UpdateRule):
     )  # fmt: skip
 
     def prepare(self, scalars: np.void, step: int) -> None:
-        """Write the corrections of the bias of moments that began at zero."""
+        """Write the factors that correct moments for their start at zero."""
         scalars["beta1_correction"] = 1.0 / (1.0 - self.options.beta_1**step)
         scalars["beta2_correction"] = 1.0 / (1.0 - self.options.beta_2**step)
 
     def update(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Update with one launch, at the slab's own learning rate."""
+        """Update the elements with one launch, at the slab's own learning rate."""
         options = self.options
         adamw.update(
             dev,

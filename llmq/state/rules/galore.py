@@ -31,9 +31,9 @@ from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.rule import FullMatrix, MatrixState, OptimizerState, ShardSlice
 
-MORE = 8  # directions beyond the rank
-POWERS = 2  # multiplications by the gradient and its transpose
-TRACE = 1e-6  # random part of directions, which alone remains where the gradient is zero
+MORE = 8  # number of random directions beyond the rank
+POWERS = 2  # number of multiplications by the gradient and its transpose
+TRACE = 1e-6  # factor of random numbers in directions; these remain if the gradient is zero
 RENEWAL = "renewal"
 
 
@@ -50,8 +50,8 @@ def _moment_size(options: OptimOptions, rows: int, columns: int) -> int:
 
 
 class GaLore(AdamW):
-    """Moments m and v of projected gradients for matrices of blocks; AdamW with m and v for other
-    parameters."""
+    """GaLore for matrices of blocks, with moments m and v of projected gradients; AdamW with m and
+    v for other parameters."""
 
     matrix_states = (
         MatrixState(
@@ -88,13 +88,13 @@ class GaLore(AdamW):
     def transform(
         self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
     ) -> None:
-        """Turn gradients into changes at rate 1, one matrix after another."""
+        """Turn gradients into changes at learning rate 1, one matrix after another."""
         options = self.options
         apart = [_Projected(dev, one, options) for each in matrices for one in each.apart()]
         if kind == RENEWAL:
             together: dict[tuple[int, int], list[_Projected]] = {}
             for i, each in enumerate(apart):
-                # Behind a square matrix of odd side, the next matrix would not be 16-byte aligned.
+                # Behind a (k, k) matrix with odd k, the next one would not be 16-byte aligned.
                 alone = i if each.directions % 2 else -1
                 together.setdefault((each.directions, alone), []).append(each)
             for same in together.values():
@@ -106,7 +106,7 @@ class GaLore(AdamW):
                 each.change(at_rate_one)
 
     def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Apply with one launch, at AdamW's rate."""
+        """Apply the changes with one launch, at AdamW's learning rate."""
         muon.apply(
             dev,
             part.master,
@@ -122,7 +122,8 @@ class GaLore(AdamW):
 
 class _Projected:
     """A matrix and its state. gradient, out: (rows, columns). projection: (rank, shorter side).
-    directions: number of a renewal's random directions. longer: the longer side."""
+    directions: number of random directions in a renewal. shorter, longer: lengths of the matrix's
+    sides."""
 
     def __init__(self, dev: Device, matrix: FullMatrix, options: OptimOptions):
         self.dev, self.matrix, self.options = dev, matrix, options
@@ -143,11 +144,11 @@ class _Projected:
         return self.gradient.dtype
 
     def random(self, out: Tensor) -> None:
-        """Fill out F32 with the same random numbers each time."""
+        """Fill the F32 tensor `out` with random numbers, the same in each call."""
         elementwise.normal(self.dev, out, 1.0, self.options.seed << 32 | self.salt)
 
     def rounded(self, temps: ExitStack, x: Tensor) -> Tensor:
-        """Return F32 x in the gradient's dtype, the dtype of products with the gradient."""
+        """Return the F32 tensor x in the gradient's dtype, for products with the gradient."""
         if self.dtype is F32:
             return x
         made = temps.enter_context(self.dev.scratch("rounded", x.shape, self.dtype))
@@ -155,15 +156,15 @@ class _Projected:
         return made
 
     def along(self, out: Tensor, x: Tensor, *, back: bool = False) -> None:
-        """Set out F32 (k, longer) to directions x F32 (k, shorter) times the gradient. With back, x
-        is (k, longer), out is (k, shorter), and the gradient's transpose multiplies x."""
+        """Multiply directions x, F32 (k, shorter), by the gradient into out, F32 (k, longer). With
+        back, multiply x (k, longer) by the gradient's transpose into out (k, shorter)."""
         with ExitStack() as temps:
             x = self.rounded(temps, x)
             matmul(self.dev, out, x, self.gradient, trans_b=self.tall != back)
 
     def change(self, scalars: Tensor) -> None:
-        """Update the moments, and write the change at rate 1. scalars: the step's scalars, with
-        learning rate 1."""
+        """Update the moments, and write the change at learning rate 1. scalars: the step's scalars
+        with learning rate 1."""
         dev, options, matrix = self.dev, self.options, self.matrix
         states = {name: tensor.view(tensor.size) for name, tensor in matrix.states.items()}
         scales = {name: tensor.view(tensor.size) for name, tensor in matrix.scales.items()}
@@ -201,8 +202,8 @@ class _Projected:
 
 
 def _renew(dev: Device, matrices: list[_Projected], scalars: Tensor) -> None:
-    """Replace the projections of matrices with equally many directions, unless the step is skipped.
-    Each stage goes through all matrices, because their eigenvectors share one launch."""
+    """Replace the projections of matrices that have equally many directions, unless the step is
+    skipped. Each stage goes through all matrices, whose eigenvectors are computed in one launch."""
     count, k = len(matrices), matrices[0].directions
     with ExitStack() as temps:
 

@@ -26,20 +26,20 @@ from llmq.state.rules.rule import FullMatrix, MatrixState, OptimizerState, Shard
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""(a, b, c) of X <- P X with P = a + b G + c G G: Keller Jordan's, steepest at 0. Singular values
-end between 0.7 and 1.2."""
+"""(a, b, c) of X <- P X with P = a + b G + c G G: Keller Jordan's values, with the steepest slope
+at 0. Singular values end between 0.7 and 1.2."""
 SEGMENTS = (3, 2)
-"""Numbers of steps on one Gram matrix: as many as leave changes as near to exact arithmetic as
-steps on X do (`tests/state/test_muon.py`)."""
-LEAST_SIDE = 256  # launches limit shorter sides, and steps on G launch more
-LONGER = 1.5  # ratio of longer to shorter side, from which steps on G take fewer FLOPs
-MOMENTUM = 0.95  # decay of Nesterov momentum: torch.optim.Muon's default
-ROWS_DECAY = 0.95  # decay of NorMuon's mean squares of rows: its authors' value
+"""Numbers of steps before G is made again. With these numbers, changes are as near to exact
+arithmetic as with steps on X (`tests/state/test_muon.py`)."""
+LEAST_SIDE = 256  # for shorter sides launches take most time, and steps on G have more launches
+LONGER = 1.5  # ratio of longer to shorter side from which steps on G take fewer FLOPs
+MOMENTUM = 0.95  # decay of Nesterov momentum: the default of torch.optim.Muon
+ROWS_DECAY = 0.95  # decay of NorMuon's mean squares of rows: the authors' value
 
 
 def _match_rms(rows: int, columns: int) -> float:
-    """Return the factor of the change of a matrix (rows, columns). Changes then are as large as
-    AdamW's, so that AdamW's learning rate and weight decay serve (torch's match_rms_adamw)."""
+    """Return the factor by which a matrix's change is multiplied. Changes then are as large as
+    AdamW's, and can use AdamW's learning rate and weight decay (torch's match_rms_adamw)."""
     return 0.2 * sqrt(max(rows, columns))
 
 
@@ -56,7 +56,7 @@ class Muon(AdamW):
         return cls.moments[:1] if cls.by_matrix(slab) else cls.moments
 
     def propose(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Propose with one launch."""
+        """Update the momentum and propose changes with one launch."""
         muon.propose(
             dev,
             part.change,
@@ -72,8 +72,8 @@ class Muon(AdamW):
     def transform(
         self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
     ) -> None:
-        """Orthogonalize all matrices. Matrices with an equal shorter side share the launches of
-        products that have only this side."""
+        """Orthogonalize all matrices. Matrices with an equal shorter side share launches of
+        products of (side, side) matrices."""
         together: dict[int, list[FullMatrix]] = {}
         for each in matrices:
             side, longer = sorted(each.proposed.shape[1:])
@@ -90,7 +90,7 @@ class Muon(AdamW):
             _Iteration(dev, abs(key), of).run(segments)
 
     def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Apply with one launch, at a rate that is a fixed multiple of AdamW's."""
+        """Apply the changes with one launch, at a fixed multiple of AdamW's learning rate."""
         options = self.options
         muon.apply(
             dev,
@@ -118,9 +118,9 @@ class NorMuon(Muon):
 
 
 class _Iteration:
-    """Newton-Schulz steps of matrices with one shorter side.
+    """Newton-Schulz steps of matrices whose shorter sides are equal.
 
-    pairs: (x, out), BF16 (count, rows, columns) each.
+    pairs: (x, out) for each group of matrices of one shape, BF16 (count, rows, columns) each.
     """
 
     def __init__(self, dev: Device, side: int, matrices: list[FullMatrix]):
@@ -129,11 +129,12 @@ class _Iteration:
         self.rows = [each.states.get("rows") for each in matrices]
 
     def run(self, segments: tuple[int, ...]) -> None:
-        """Run the steps. segments: numbers of steps on one Gram matrix, which is then made
-        again."""
+        """Run the steps. segments: numbers of steps on one Gram matrix, which is made again for
+        each segment."""
         count, full = sum(x.shape[0] for x, _ in self.pairs), max(segments) == 1
         shapes = {x.shape for x, _ in self.pairs}
-        # Single matrices whose products all read whole matrices: packed, they share each launch.
+        # Single matrices of one shape, all of whose products read x, are packed into one tensor, so
+        # that they share each launch.
         packed = full and count > 1 and shapes == {(1, *self.pairs[0][0].shape[1:])}
         with ExitStack() as temps:
 
@@ -155,7 +156,7 @@ class _Iteration:
                 for x, _, square in self._parts(gram):
                     tall = x.shape[1] > x.shape[2]
                     matmul(self.dev, square, x, x, trans_a=tall, trans_b=not tall)
-                if length == 1:  # a is a factor of the product's addend, and so is not rounded
+                if length == 1:  # a multiplies the product's addend x, and so is not rounded into p
                     a, p = COEFFICIENTS[0], others[0]
                     self._polynomial(p, gram)
                 else:
@@ -171,20 +172,21 @@ class _Iteration:
             muon.normalize(self.dev, to, x)
 
     def _parts(self, squares: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield x, out and the part of the square matrices (count, side, side) for this x."""
+        """Yield (x, out, part of squares) for each pair. squares: (count, side, side), with one
+        matrix for each matrix of all pairs."""
         end = 0
         for x, out in self.pairs:
             at, end = end, end + x.shape[0]
             yield x, out, squares.rows(at, end)
 
     def _polynomial(self, out: Tensor, gram: Tensor) -> None:
-        """Make P without its term a."""
+        """Set out to the polynomial P of gram without the term a."""
         _, b, c = COEFFICIENTS
         matmul(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
 
     def _steps(self, gram: Tensor, p: Tensor, spare: Tensor, total: Tensor, count: int) -> Tensor:
-        """Return the product of `count` steps' polynomials. All four are overwritten; gram is
-        the input."""
+        """Return the product of `count` steps' polynomials. gram: the Gram matrices. All four
+        tensors are overwritten."""
         for i in range(count):
             self._polynomial(p, gram)
             muon.diagonal(self.dev, p, COEFFICIENTS[0])
@@ -200,8 +202,8 @@ class _Iteration:
         return total
 
     def _multiply(self, p: Tensor, a: float, *, last: bool) -> None:
-        """Set out to (p + a) x, or to x (p + a) for tall matrices, and exchange x and
-        out. The last product includes the factor of the shape; then rows are scaled."""
+        """Set out to (p + a) x, or to x (p + a) for tall matrices, and exchange x and out. The last
+        product includes the factor `_match_rms`; after the last product NorMuon scales rows."""
         for i, (x, out, square) in enumerate(self._parts(p)):
             rows, columns = x.shape[1:]
             times = _match_rms(rows, columns) if last else 1.0

@@ -22,10 +22,11 @@ SCALES = ".scales"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """A number for each trained element, which the rule keeps from update to update; zero at the
-    start. name: of its tensors and in [Placement]. group: of its files in checkpoints. category: of
-    its memory. dtype, offload: the options that give its dtype (None: F32) and put it into host
-    memory. In E4M3 it has F32 scales, one for SCALE_BLOCK elements."""
+    """A state with one number for each trained element, which the rule keeps from update to update;
+    zero at the start. name: name of the state's tensors and in Placement. group: name of the
+    state's files in checkpoints. category: category of the state's memory. dtype: the option that
+    gives the dtype; None: F32. offload: the option that puts the state into host memory. A state in
+    E4M3 has F32 scales, one for SCALE_BLOCK elements."""
 
     name: str
     group: str
@@ -43,11 +44,11 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixState:
-    """Numbers that the rule keeps of each whole matrix, on the rank that updates the matrix; zero
-    at the start. name: in FullMatrix. group: of files in checkpoints. category: of memory. dtype:
-    the option that gives the dtype; None: F32; "gradient": that of gradients. size: returns the
-    number of elements for a matrix (rows, columns). In E4M3 this number is a multiple of
-    SCALE_BLOCK, and F32 scales are kept beside the elements."""
+    """A state that the rule keeps for each whole matrix, on the rank that updates the matrix; zero
+    at the start. name: name of the state in FullMatrix. group: name of files in checkpoints.
+    category: category of memory. dtype: the option that gives the dtype; None: F32; "gradient": the
+    dtype of gradients. size: returns the number of elements for a matrix (rows, columns). In E4M3
+    this number is a multiple of SCALE_BLOCK, and F32 scales are kept beside the elements."""
 
     name: str
     group: str
@@ -61,7 +62,7 @@ class MatrixState:
         return gradient if self.dtype == "gradient" else parse_dtype(getattr(options, self.dtype))
 
     def slab(self, options: OptimOptions, slab: Slab) -> Slab:
-        """Return the slab of this state of a slab's matrices."""
+        """Return the slab that holds this state for all matrices of `slab`."""
         return slab.per_matrix(partial(self.size, options))
 
     @property
@@ -72,10 +73,10 @@ class MatrixState:
 class ShardSlice(NamedTuple):
     """Elements that one call of a rule updates: n elements of a slab from element `first` on.
     master: inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
-    grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32 (n /
-    SCALE_BLOCK,), by name, of E4M3 moments. segments: I64 (S, 2), see Slab.segments. change: (n,)
-    of the dtype of changes, which `propose` writes and `apply` reads. `propose` gets no
-    master, `apply` no gradient."""
+    grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,), by name. scales: inout F32 (n
+    / SCALE_BLOCK,), by the name of an E4M3 moment. segments: I64 (S, 2), see Slab.segments. change:
+    (n,) in the dtype of changes; `propose` writes the change and `apply` reads it. `propose` gets
+    no master, and `apply` gets no gradient."""
 
     slab: Slab
     first: int
@@ -89,11 +90,11 @@ class ShardSlice(NamedTuple):
 
 
 class FullMatrix(NamedTuple):
-    """Neighbouring matrices of equal shape, whole as in Hugging Face. proposed: (count, rows,
-    columns), may be overwritten. change: (count, rows, columns), out. states: inout (count, size)
-    by name of MatrixState. scales: inout F32 (count, size / SCALE_BLOCK) by name, of E4M3 states.
-    number: of the first matrix in its slab. salt: distinguishes the slab's random numbers.
-    segments: see Slab.segments."""
+    """Neighbouring whole matrices of equal shape, divided as in Hugging Face. proposed: (count,
+    rows, columns), may be overwritten. change: (count, rows, columns), out. states: inout (count,
+    size), by the name of a MatrixState. scales: inout F32 (count, size / SCALE_BLOCK), by the name
+    of an E4M3 state. number: index of the first matrix in its slab. salt: distinguishes the slab's
+    random numbers. segments: see Slab.segments."""
 
     proposed: Tensor
     change: Tensor
@@ -116,11 +117,11 @@ class FullMatrix(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """Rule by which gradients change weights. moments, matrix_states: in the order of their memory.
-    of_change: dtype of a change; None: that of gradients. kinds: of updates; updates of one kind
-    launch the same kernels. fixed: options with which a run goes on as the checkpoint's run had
-    them. begun: the step, counted from 0, at which the moments were zero. Bytes and launches of an
-    update follow from the kernels that it launches."""
+    """Rule by which gradients change weights. moments, matrix_states: the kept states, in the order
+    of their memory. of_change: dtype of a change; None: the dtype of gradients. kinds: names of the
+    kinds of updates; updates of one kind launch the same kernels. fixed: options that a continued
+    run takes from its checkpoint. begun: the step, counted from 0, at which the moments were
+    zero."""
 
     moments: ClassVar[tuple[OptimizerState, ...]]
     matrix_states: ClassVar[tuple[MatrixState, ...]] = ()
@@ -130,7 +131,7 @@ class UpdateRule(ABC):
     begun = 0
 
     def __init__(self, options: OptimOptions):
-        """options: normalized; captured launches contain their values."""
+        """options: normalized; captured launches contain the options' values."""
         self.options = options
 
     @classmethod
@@ -141,7 +142,7 @@ class UpdateRule(ABC):
 
     @classmethod
     def moments_of(cls, slab: Slab) -> tuple[OptimizerState, ...]:
-        """Return the moments that are kept of a slab."""
+        """Return the moments that the rule keeps for a slab."""
         return cls.moments
 
     @abstractmethod
@@ -165,10 +166,10 @@ class UpdateRule(ABC):
     def transform(
         self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
     ) -> None:
-        """Turn the proposed changes of whole matrices into final changes. scalars: as of
-        `update`."""
+        """Turn the proposed changes of whole matrices into final changes. scalars: see `update`.
+        kind: the kind of the step's update."""
         raise NotImplementedError
 
     def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Change the master, as `update` does."""
+        """Apply the final change to the master, and write work weights, as `update` does."""
         raise NotImplementedError
