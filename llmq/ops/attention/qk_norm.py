@@ -1,5 +1,5 @@
-"""RMSNorm of queries and keys, in place in the packed QKV activation: of the channels of every
-head, or wide, of all query and of all key channels of a token."""
+"""RMSNorm of queries and keys, in place in the packed QKV activation. A row is the channels of one
+head or, if wide, all query channels or all key channels of a token."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from llmq.ops.common import (
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-HEAD_DIM_MULTIPLE = 8  # channels of a lane; twice as many of heads above HALF_MAX
-HALF_MAX, MAX_HEAD_DIM = 256, 512  # channels of a warp
+HEAD_DIM_MULTIPLE = 8  # channels of a lane; a lane has twice as many if Hd > HALF_MAX
+HALF_MAX, MAX_HEAD_DIM = 256, 512  # channels of a head that a warp holds
 
 
 def _declared(wide: bool) -> tuple[Kernel, Kernel]:
-    """Forward and backward kernels of rows that are heads, or wide."""
+    """Forward and backward kernels. wide: True for wide rows, False if rows are heads."""
     qkv = "T[batch,seq_len,num_heads + 2*num_kv_heads,Hd]"
     raw = "T[batch,seq_len,num_heads + num_kv_heads,Hd]"
     queries, keys, rows = "Hd", "Hd", "num_heads + num_kv_heads"
@@ -54,12 +54,13 @@ QK_NORM_FORWARD, QK_NORM_BACKWARD = _declared(wide=False)
 WIDE_FORWARD, WIDE_BACKWARD = _declared(wide=True)
 
 THREADS = 256
-HEADS_PER_LANE = 4  # heads whose loads a thread has in flight; half as many above HALF_MAX
-LANE_VECTORS = 4  # 16-byte vectors of a wide row in a lane, as in norm.py
+HEADS_PER_LANE = 4  # heads that a thread loads at once; half as many if Hd > HALF_MAX
+LANE_VECTORS = 4  # 16-byte vectors of a wide row that a lane holds, as in norm.py
 
 
 class Passes(NamedTuple):
-    """Blocks on a multiprocessor, and warps of a wide block: forward's and backward's differ."""
+    """Most thread blocks per multiprocessor, for rows that are heads and for wide rows, and warps
+    of a block for wide rows."""
 
     blocks: int
     wide_blocks: int
@@ -70,16 +71,17 @@ FORWARD, BACKWARD = Passes(32, 64, FORWARD_WARPS), Passes(8, 2, BACKWARD_WARPS)
 
 
 def group_size(head_dim: int) -> int:
-    """Lanes that share a head: a power of two, so that shuffles stay in it."""
+    """Number of lanes that share a head: a power of two, so that shuffles stay within the group."""
     return 1 << (head_dim // (HEAD_DIM_MULTIPLE << (head_dim > HALF_MAX)) - 1).bit_length()
 
 
 def grid(
     tokens: int, num_heads: int, num_kv_heads: int, group: int, max_blocks: int
 ) -> tuple[int, int]:
-    """Blocks that loop over query heads, blocks that loop over key heads. max_blocks, which run at
-    once, are divided in proportion to heads."""
-    step = max(THREADS // group, 1) * HEADS_PER_LANE  # on the CPU a head may exceed a block
+    """(blocks that loop over query heads, blocks that loop over key heads). group: see group_size.
+    max_blocks: most blocks, divided in proportion to the numbers of heads."""
+    # On the CPU a head may need more lanes than a block has.
+    step = max(THREADS // group, 1) * HEADS_PER_LANE
     key_blocks = max(1, max_blocks * num_kv_heads // (num_heads + num_kv_heads))
     return (
         min(ceil_div(tokens * num_heads, step), max_blocks - key_blocks),
@@ -90,8 +92,9 @@ def grid(
 def wide_grid(
     layout: RowLayout, tokens: int, heads: tuple[int, int], block_warps: int, max_blocks: int
 ) -> tuple[int, int, int]:
-    """Blocks that loop over queries, blocks that loop over keys, and threads of a block. max_blocks
-    are divided in proportion to channels; each part has at least one."""
+    """(blocks that loop over queries, blocks that loop over keys, threads of a block). heads:
+    numbers of query and key heads. max_blocks: divided in proportion to heads; each part has at
+    least one block."""
     key_blocks = max(1, max_blocks * heads[1] // sum(heads))
     queries, threads = layout.launch(tokens, block_warps, max(1, max_blocks - key_blocks))
     keys, _ = layout.launch(tokens, block_warps, key_blocks)
@@ -107,7 +110,7 @@ class _Grid(NamedTuple):
     consts: dict[str, int]
 
     def launch(self, dev: Device, kernel: Kernel, args: tuple, *, writes_sums: bool = True) -> None:
-        """args: all but query_blocks."""
+        """Launch the kernel. args: all arguments but the last one, query_blocks."""
         blocks = self.query_blocks + self.key_blocks
         args, consts = (*args, self.query_blocks), self.consts | {"SUMS": int(writes_sums)}
         dev.launch(kernel, blocks, self.threads, args, consts=consts)
@@ -158,8 +161,8 @@ def forward(
         offset: row = T(rstd * row * (1 + weight)), as HF's Gemma3 does
         once: row = T(rstd * row * weight), as HF's Gemma4 does
 
-    A row is a head; wide: all query channels, or all key channels, of a token. Value heads stay.
-    raw: heads before the norm, for backward.
+    A row is a head or, if wide, all query channels or all key channels of a token. Value heads stay
+    as they are. raw: query and key heads before the norm, for backward.
     """
     kernel = WIDE_FORWARD if wide else QK_NORM_FORWARD
     batch, seq_len, _ = kernel.dims(qkv=qkv)
@@ -189,7 +192,7 @@ def backward(
         d_weight = or += sum over rows of d_row * x_hat        x_hat = rstd * raw
         offset: 1 + weight in place of weight
 
-    raw, rstd: forward's. Without key heads d_k_weight must be None.
+    raw, rstd: the results of forward. Without key heads d_k_weight must be None.
 
     Cost:    two reads and one write of the query and key heads; one launch, and one for each
              weight's gradient, with F32 (blocks, width of a row) of workspace.

@@ -55,16 +55,16 @@ ROPE_BACKWARD_FUSED = Kernel(
 )
 
 THREADS = 128
-WIDE = 16  # if head size or rotated channels are no multiple, a thread has one element
-HEADS_PER_THREAD = 4  # share one load of the angles
+WIDE = 16  # divisor of head size and rotated channels, without which a thread has one element
+HEADS_PER_THREAD = 4  # heads of a thread, which share one load of the angles
 FUSED_THREADS = 256
-TILE_ROWS, TILE_COLUMNS = 64, 128  # of the fused kernel: tokens of a block, features of a tile
+TILE_ROWS, TILE_COLUMNS = 64, 128  # tokens of a block and features of a tile in the fused kernel
 FUSED_SHARED = 3  # bytes of shared memory per element of a tile, besides the element
-BLOCK_TILES = 2  # most tiles of a block, side by side, which share one load of the angles
+BLOCK_TILES = 2  # most tiles of a block; these lie side by side and share one load of the angles
 
 
 class Scaling(Protocol):
-    """Fields of llmq.arch.rope_scaling.RopeScaling that make_table reads."""
+    """The fields of llmq.arch.rope_scaling.RopeScaling that make_table reads."""
 
     kind: str
     factor: float | None
@@ -80,7 +80,7 @@ class Scaling(Protocol):
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Scaling) -> np.ndarray:
-    """Stretch the long wavelengths, interpolate the middle ones; F32 steps as in transformers."""
+    """Stretch long wavelengths and interpolate middle wavelengths, with transformers' F32 steps."""
     positions = np.float32(scaling.original_max_positions)
     low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
     factor = np.float32(scaling.factor)
@@ -93,11 +93,11 @@ def _llama3(inv_freq: np.ndarray, scaling: Scaling) -> np.ndarray:
 
 
 def _yarn(power: np.ndarray, theta: float, channels: int, scaling: Scaling) -> np.ndarray:
-    """Keep high frequencies, stretch low ones, and interpolate in between; F32 steps as in
-    transformers."""
+    """Keep high frequencies, lower low frequencies, and interpolate in between, with transformers'
+    F32 steps. power: theta^(2i / channels)."""
 
     def channel(turns: float) -> float:
-        """Index of the channel whose angle makes so many turns within the original positions."""
+        """Index of the channel whose angle makes `turns` turns within the original positions."""
         ratio = math.log(scaling.original_max_positions / (turns * 2 * math.pi))
         return channels * ratio / (2 * math.log(theta))
 
@@ -115,8 +115,8 @@ def _yarn(power: np.ndarray, theta: float, channels: int, scaling: Scaling) -> n
 def inverse_frequencies(
     channels: int, theta: float, scaling: Scaling | None, positions: int = 0
 ) -> np.ndarray:
-    """Angle per position, F32 (channels/2,): theta^(-2i / channels), stretched by `scaling`.
-    positions: length of sequences, which "dynamic" and "longrope" read."""
+    """Angle per position, F32 (channels/2,): theta^(-2i / channels), changed by `scaling`.
+    positions: length of the sequences; only "dynamic" and "longrope" depend on this length."""
     if scaling is not None and scaling.kind == "dynamic":
         first = scaling.original_max_positions
         ratio = np.float32(scaling.factor * max(positions, first)) / np.float32(first)
@@ -143,7 +143,7 @@ def inverse_frequencies(
     raise ValueError(f"rope.make_table: scaling kind {scaling.kind!r} is unknown")
 
 
-@lru_cache(maxsize=4)  # a search plans hundreds of steps, and long tables take longer than these
+@lru_cache(maxsize=4)  # a search plans hundreds of steps; a long table takes longer than a plan
 def make_table(
     num_positions: int,
     head_dim: int,
@@ -154,7 +154,8 @@ def make_table(
 ) -> np.ndarray:
     """cos and sin of position * inverse frequency, times length: F32 (num_positions, Hd/2, 2),
     read-only. The angle is an F32 product as in transformers; cos and sin are the nearest F32.
-    channels: rotated channels of a head, None: all; other pairs have angle 0 and length 1."""
+    channels: number of rotated channels of a head; None: all. Other pairs of channels have angle 0
+    and length 1."""
     channels = head_dim if channels is None else channels
     inv_freq = inverse_frequencies(channels, theta, scaling, num_positions)
     angle = (np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
@@ -172,13 +173,14 @@ def query_lengths(num_positions: int, growth: float, first: int) -> np.ndarray:
 
 
 def grid(tokens: int, heads: int, pieces: int) -> int:
-    """Blocks for one thread per token, piece of half a head, and HEADS_PER_THREAD heads."""
+    """Number of blocks. A thread has HEADS_PER_THREAD heads of one token, and one piece of half a
+    head. pieces: number of such pieces."""
     return ceil_div(tokens * ceil_div(heads, HEADS_PER_THREAD) * pieces, THREADS)
 
 
 def fused_grid(tokens: int, features: int) -> tuple[tuple[int, int], int]:
-    """Grid (blocks along features, blocks along tokens) of the fused kernel, and the number of
-    tiles side by side in a block."""
+    """((blocks along features, blocks along tokens), tiles of a block side by side) of the fused
+    kernel."""
     tiles = ceil_div(features, TILE_COLUMNS)
     across = ceil_div(tiles, BLOCK_TILES)
     return (across, ceil_div(tokens, TILE_ROWS)), ceil_div(tiles, across)
@@ -200,14 +202,14 @@ def _consts(
 
 
 def fuses(head_dim: int, channels: int | None) -> bool:
-    """True if heads and rotated channels are whole vectors, so that `backward` takes a bias and
-    writes FP8 codes."""
+    """True if heads and rotated channels are whole vectors. Only then `backward` can compute a bias
+    gradient and FP8 codes."""
     return head_dim % WIDE == (channels or 0) % WIDE == 0
 
 
 def _launch(dev: Device, kernel: Kernel, heads: int, args: tuple, consts: dict[str, int]) -> None:
-    """args: the kernel's arguments, qkv first. heads: number of heads that the kernel reads per
-    token."""
+    """Launch a kernel. args: the kernel's arguments, qkv first. heads: number of heads that the
+    kernel reads per token."""
     qkv = args[0]
     B, T, _, head_dim = qkv.shape
     pieces = head_dim // 2
@@ -231,9 +233,10 @@ def forward(
     """Rotate each query and key head in place, pairs (d, d + R/2) as in HF (rotate-half), by the
     angles of position t - starts[b, t]. Value heads stay.
 
-    table: make_table. starts: position where each token's document starts, at most t; negative for
-    a document that began before these tokens; None: 0. channels: R, rotated channels of a head,
-    the first ones; None: all. lengths: F32, factors of query heads by position; None: 1.
+    table: the result of make_table. starts: position where each token's document starts, at most t;
+    negative for a document that began before these tokens; None: 0. channels: R, the number of
+    rotated channels, which are a head's first; None: all. lengths: F32, a factor of query heads for
+    each position; None: 1.
     """
     B, T, head_dim = ROPE_FORWARD.dims(qkv=qkv)
     args = (qkv, table, B * T, T, num_heads, num_kv_heads, starts, lengths)
@@ -255,11 +258,11 @@ def backward(
     d_bias: Accumulator | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """Rotate gradients back, by the opposite angles, in place; with fp8 d_qkv stays.
+    """Rotate gradients back, by the opposite angles, in place; with fp8 d_qkv stays as it is.
 
     abs_max: raised to the largest |d_qkv|, value heads included. d_bias: gradient of the bias that
-    was added to qkv, summed over B and T in F32 in a fixed order, but another order than
-    `reduce.bias_gradient`. fp8: the rotated gradients in FP8, value heads included; B * T a
+    was added to qkv, summed over B and T in F32 in a fixed order, which differs from the order in
+    `reduce.bias_gradient`. fp8: the rotated gradients in FP8, value heads included; B * T must be a
     multiple of 4.
 
     Workspace: with d_bias, F32, one partial bias gradient for every 64 tokens.

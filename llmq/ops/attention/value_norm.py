@@ -1,4 +1,4 @@
-"""RMSNorm of value heads without weights; the values may be the keys."""
+"""RMSNorm of value heads without weights; values may be made from the keys."""
 
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES
@@ -28,7 +28,7 @@ THREADS = 256
 
 
 def _sizes(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[int, int, int]:
-    """Tokens, query heads and key heads."""
+    """Numbers of tokens, query heads and key heads."""
     batch, seq_len, _ = FORWARD.dims(qkv=qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
     return batch * seq_len, num_heads, num_kv_heads
 
@@ -42,10 +42,11 @@ def _launch(
     *,
     keys: bool,
 ) -> None:
-    """Launch a warp for each value head; keys: for each query head, too."""
+    """Launch a warp for each value head. keys: True if values are made from keys, which needs a
+    warp for each query head, too. sizes: the result of _sizes."""
     tokens, num_heads, num_kv_heads = sizes
     heads, head_dim = num_kv_heads + (num_heads if keys else 0), qkv.shape[-1]
-    vectors = ceil_div(head_dim * qkv.dtype.itemsize, 32 * VECTOR_BYTES)  # of a lane
+    vectors = ceil_div(head_dim * qkv.dtype.itemsize, 32 * VECTOR_BYTES)  # vectors of a lane
     consts = {"HEAD_DIM": head_dim, "KEYS": int(keys), "VECTORS": vectors}
     blocks = ceil_div(32 * tokens * heads, THREADS)
     dev.launch(kernel, blocks, THREADS, args, consts=consts, cost=BESIDE_ATTENTION)
@@ -64,8 +65,8 @@ def forward(
 
         value = T(rstd * x)        rstd = 1 / sqrt(mean(x^2) + eps)
 
-    product: (B*T, (Hq+Hkv)*Hd), query and key heads, copied to qkv; x is the key. None: qkv has all
-    heads, and x is the value.
+    product: (B*T, (Hq+Hkv)*Hd), query and key heads, which are copied to qkv; x is the key. None:
+    qkv already has all heads, and x is the value.
     """
     sizes = _sizes(qkv, num_heads, num_kv_heads)
     args = (qkv, rstd, product, eps, *sizes)
@@ -85,8 +86,8 @@ def backward(
 
         d_x = T(rstd * (d_value - value * mean(d_value * value)))
 
-    qkv, rstd: forward's. d_product: gradient of forward's product: query heads of d_qkv, and key
-    heads of d_qkv + d_x. None: value heads of d_qkv become d_x.
+    qkv, rstd: the results of forward. d_product: gradient of forward's product: query heads are
+    copied from d_qkv, and d_x is added to its key heads. None: value heads of d_qkv become d_x.
     """
     sizes = _sizes(qkv, num_heads, num_kv_heads)
     args = (d_product, d_qkv, qkv, rstd, *sizes)

@@ -1,4 +1,4 @@
-"""Decays and betas of delta nets and state spaces, from columns of a product per value head."""
+"""Decays and betas of delta nets and state spaces, made from one or two columns per value head."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -24,7 +24,7 @@ BACKWARD = Kernel(
     where=_COLUMNS,
 )
 
-THREADS, ROWS = 256, 32  # rows of a block
+THREADS, ROWS = 256, 32  # threads and rows of a block
 
 
 def _grid(rows: int, heads: int) -> tuple[int, int]:
@@ -43,8 +43,9 @@ def forward(
 ) -> None:
     """decay = -exp(a_log) * step, beta = sigmoid(b), step = max(softplus(a + dt_bias), least).
 
-    gates: (rows, 2, heads), decays, then betas. x: b from column `offset` on, then a. parts: 2, of
-    a delta net; 1, of a state space: there is no b, and beta is step.
+    gates: (rows, 2, heads), decays, then betas. x: has the columns b from `offset` on, then a.
+    parts: 2 for a delta net; 1 for a state space, which has no b and whose beta is step. least: the
+    least step.
     """
     rows, columns, heads = FORWARD.dims(x=x, a_log=a_log)
     args = (gates, x, a_log, dt_bias, least, rows, heads, columns, offset, parts)
@@ -65,9 +66,9 @@ def backward(
     parts: int = 2,
     least: float = 0.0,
 ) -> None:
-    """Gradients of forward's inputs. Other columns of d_x stay.
+    """Gradients of forward's inputs. Columns of d_x that forward does not read stay as they are.
 
-    Workspace: two F32 a head for every 32 rows.
+    Workspace: two F32 per head for every 32 rows.
     """
     rows, columns, heads = BACKWARD.dims(x=x, a_log=a_log)
     sizes, grid = (rows, heads, columns, offset, parts), _grid(rows, heads)

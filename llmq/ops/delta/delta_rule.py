@@ -9,14 +9,14 @@ from llmq.runtime.cost import BESIDE_ATTENTION
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-MULTIPLE, MAX_HEAD = 32, 128  # of DK and DV
+MULTIPLE, MAX_HEAD = 32, 128  # divisor and maximum of DK and DV
 SIZES = "i32 seq_len, i32 key_heads, i32 value_heads"
 FILE = "delta/delta_rule.cu"
 QKV = "T[B,seq_len,2*key_heads*DK + value_heads*DV]"
 OUT = "T[B,seq_len,value_heads*DV]"
 GATES = "f32[B,seq_len,2,value_heads]"
 STATE = "f32[B,value_heads,DK,DV]"
-# Tensors of every chunk of a sequence.
+# Shapes of tensors with a part for each chunk of a sequence.
 FACTORS_OF = "f32[B,value_heads,chunks,6,64]"
 KEYS, VALUES = "T[B,value_heads,chunks,64,DK]", "T[B,value_heads,chunks,64,DV]"
 SQUARES, STATES_OF = "T[B,value_heads,chunks,64,64]", "T[B,value_heads,chunks,DV,DK]"
@@ -66,8 +66,8 @@ RECURRENCE = Kernel(
 
 
 def _on_hopper(kernel: Kernel, **box_rows: int) -> Kernel:
-    """The scan of delta_sm90.cuh, which takes these tensors as TMA matrices. box_rows: rows of a
-    box by tensor."""
+    """The version of a scan in delta_sm90.cuh, which reads tensors as TMA matrices. box_rows: by
+    name of such a tensor, rows of a TMA box."""
     args = []
     for text, arg in zip(kernel.args.split(", "), kernel.declared, strict=True):
         if rows := box_rows.get(arg.name):
@@ -87,13 +87,13 @@ SCAN_BACKWARD_SM90 = _on_hopper(
 ON_HOPPER = {SCAN: SCAN_SM90, STATES: STATES_SM90, SCAN_BACKWARD: SCAN_BACKWARD_SM90}
 
 THREADS, RECURRENCE_THREADS, HOPPER_THREADS = 256, 128, 192
-STAGES = 4  # tiles of a scan in shared memory
-FACTORS = 6  # F32 numbers of a token
-FEW_TOKENS = 8  # at most, for which `recurrence` is less work than a chunk
+STAGES = 4  # number of a scan's tiles in shared memory
+FACTORS = 6  # F32 numbers per token and value head
+FEW_TOKENS = 8  # most tokens for which `recurrence` is less work than a chunk
 
 
 class _Call(ChunkedCall):
-    """The launches of one call."""
+    """Sizes and launches of one call."""
 
     name = "delta"
 
@@ -119,27 +119,29 @@ class _Call(ChunkedCall):
         self.shapes |= dict.fromkeys(("states", "d_states"), (DV, DK))
 
     def each_chunk(self, kernel: Kernel, heads: int, args: tuple, shared: int, fmas: int) -> None:
-        """Launch a block per head, sequence and chunk. heads: Hk or Hv. shared: bytes of shared
-        memory. fmas: per token and value head."""
+        """Launch a thread block per head, sequence and chunk. heads: Hk or Hv. shared: bytes of
+        shared memory. fmas: multiplications with addition per token and value head."""
         grid, args = (heads, self.B, self.chunks), (*args, *self.sizes, self.carried)
         cost = self.cost(kernel, fmas)
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, smem=shared, cost=cost)
 
     def prepare(self, made: tuple, inputs: tuple) -> None:
-        """made: u, w, inverse, scores, factors, as the kernel takes them."""
+        """Launch PREPARE. made: its outputs u, w, inverse, scores, factors. inputs: qkv, gates,
+        starts."""
         _, Hv, DK, DV = self.heads
         shared = CHUNK * (CHUNK + 8) * 4 + self.tiles(CHUNK, DK, max(DK, DV))
         self.each_chunk(PREPARE, Hv, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
 
     def on_hopper(self) -> bool:
-        """True if delta_sm90.cuh scans. Its boxes of 64 tokens must not reach the next sequence."""
+        """True if kernels of delta_sm90.cuh scan. A TMA box of 64 tokens must not reach the next
+        sequence."""
         _, _, DK, DV = self.heads
         fits = self.dtype is BF16 and DK % 64 == 0 and DV == 128
         whole = self.B == 1 or self.T % CHUNK == 0
         return self.dev.spec.capability == CAPABILITY and fits and whole
 
     def scan(self, kernel: Kernel, args: tuple, products: int) -> None:
-        """products: matrix products with a state per chunk."""
+        """Launch a scan over chunks. products: matrix products with a state in each chunk."""
         _, Hv, DK, DV = self.heads
         fmas = products * DK * DV + (products - 2) * CHUNK * DV
         grid, threads = (DV // self.slice, Hv, self.B), 2 * self.slice
@@ -171,16 +173,16 @@ def forward(
     starts: Tensor | None = None,
     state: Tensor | None = None,
 ) -> None:
-    """out[t] = S^T q[t] / sqrt(DK), where every token changes the state S (DK, DV) of a value head.
+    """out[t] = S^T q[t] / sqrt(DK). Every token changes the state S (DK, DV) of each value head.
 
         S = S * exp(decay[t])                   0 where a document begins
         S = S + k[t] (beta[t] * (v[t] - S^T k[t]))^T
 
     Value head h has the queries and keys of head h * Hk // Hv, divided by their lengths.
 
-    qkv: all queries, all keys, all values. gates: decays, at most 0, and betas. starts: where each
-    token's document starts; None: 0. state: S before the first token, overwritten with S behind the
-    last one, without starts; None: 0, and S is not kept.
+    qkv: all queries, all keys, all values. gates: decays, at most 0, and betas. starts: position
+    where each token's document starts; None: 0. state: S before the first token, overwritten with S
+    behind the last token; needs starts None. None: S begins at 0 and is not kept.
 
     Cost:    64 * (3 DK + 2 DV) + 3 DK DV FMAs per token and value head, on tensor cores; two
              launches.
@@ -204,10 +206,11 @@ def backward(
     state: Tensor | None = None,
     d_state: Tensor | None = None,
 ) -> None:
-    """Gradients of forward's inputs; forward's chunks are computed again.
+    """Gradients of forward's inputs. Tensors of chunks are computed again.
 
-    state: S before the first token, overwritten with S behind the last one. d_state: gradient of S
-    behind the last token, overwritten with that before the first; both are given, or none.
+    state: S before the first token, overwritten with S behind the last token. d_state: gradient of
+    S behind the last token, overwritten with the gradient of S before the first token. Give state
+    and d_state both, or none.
 
     Cost:    64 * (7 DK + 5 DV) + 8 DK DV FMAs per token and value head, on tensor cores; four
              launches.
@@ -220,7 +223,7 @@ def backward(
         raise ValueError(f"{op}: state and d_state are given together, or none of them")
     names = ("u", "w", "inverse", "scores", "factors", "states", "changes", "d_states")
     with call.scratch(*names) as (u, w, inverse, scores, factors, states, changes, d_states):
-        d_changes = u  # nothing reads u behind STATES
+        d_changes = u  # no launch reads u after STATES
         call.prepare((u, w, inverse, scores, factors), (qkv, gates, starts))
         call.scan(STATES, (states, changes, state, qkv, u, w, factors), 2)
         call.scan(SCAN_BACKWARD, (d_changes, d_states, d_state, d_out, qkv, w, scores, factors), 3)
@@ -240,7 +243,7 @@ def backward(
 def recurrence(
     dev: Device, out: Tensor, state: Tensor, qkv: Tensor, gates: Tensor, heads: Heads
 ) -> None:
-    """forward with a state, token by token: for decoding."""
+    """Compute `forward` with a state token by token, for decoding."""
     call = _Call("delta_rule.recurrence", dev, qkv, heads, None, state)
     dev.launch(
         RECURRENCE,

@@ -29,9 +29,10 @@ BACKWARD = Kernel(
     **_RULES,
 )
 
-WARPS = 8  # of a block, but for the widest heads
-WARP_HEAD, WIDE_HEAD = 256, 2048  # channels of the widest heads that a warp has, and such a block
-FORWARD_BLOCKS, BACKWARD_BLOCKS = 32, 6  # most blocks for a multiprocessor
+WARPS = 8  # warps of a block; twice as many if a head has more than WIDE_HEAD channels
+# Most channels of a head that one warp computes, and most that a block of WARPS warps computes.
+WARP_HEAD, WIDE_HEAD = 256, 2048
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 32, 6  # most blocks per multiprocessor
 
 
 def limits(head_dim: int) -> tuple[int, int]:
@@ -50,9 +51,9 @@ class _Call:
         heads = x.shape[1] // head_dim
         self.dev, self.sizes = dev, (rows, heads, columns, offset)
         self.consts = {"HEAD_DIM": head_dim, "GATE_FIRST": int(gate_first)}
-        self.at_once = 1 if head_dim > WARP_HEAD else WARPS  # heads of a block
+        self.at_once = 1 if head_dim > WARP_HEAD else WARPS  # heads that a block computes at once
         self.threads = 32 * WARPS * (2 if head_dim > WIDE_HEAD else 1)
-        self.shared = rows * heads // self.weights  # heads with the same weight
+        self.shared = rows * heads // self.weights  # number of heads of all rows per weight
 
     def blocks(self, most: int) -> int:
         return min(ceil_div(self.shared, self.at_once), most * self.dev.num_sms)
@@ -98,8 +99,8 @@ def backward(
     *,
     gate_first: bool = False,
 ) -> None:
-    """Gradients of forward's inputs. Columns of d_gate that forward does not read as gate stay.
-    d_weight: (weight's size,).
+    """Gradients of forward's inputs. Columns of d_gate that forward does not read as the gate stay
+    as they are. d_weight: (weight.size,).
 
     Workspace: F32 (blocks, size of weight).
     """

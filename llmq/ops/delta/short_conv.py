@@ -34,7 +34,7 @@ BACKWARD = Kernel(
     **_RULES,
 )
 
-THREADS, SPAN, SPAN_BACKWARD = 128, 32, 512  # of a block; tokens
+THREADS, SPAN, SPAN_BACKWARD = 128, 32, 512  # threads of a block; tokens of a block in each pass
 
 
 class _Call:
@@ -46,10 +46,10 @@ class _Call:
         self.sizes = (self.T, self.channels, columns)
         self.consts = {"TAPS": taps, "SILU": int(silu)}
         self.wide = 8 // x.dtype.itemsize
-        self.spans = ceil_div(self.T, SPAN_BACKWARD)  # each sums a partial gradient of the weight
+        self.spans = ceil_div(self.T, SPAN_BACKWARD)  # number of partial gradients per sequence
 
     def launch(self, kernel: Kernel, spans: int, args: tuple, channels: int) -> None:
-        """channels: channels of a block."""
+        """Launch a kernel. spans: blocks along a sequence. channels: channels of a block."""
         grid = (ceil_div(self.channels, channels), spans, self.B)
         args, cost = (*args, *self.sizes), BESIDE_ATTENTION
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, cost=cost)
@@ -66,12 +66,12 @@ def forward(
     bias: Tensor | None = None,
     silu: bool = True,
 ) -> None:
-    """out[t] = silu(bias + sum over j of weight[j] * x[t - taps + 1 + j]), over tokens of one
-    document.
+    """out[t] = silu(bias + sum over j of weight[j] * x[t - taps + 1 + j]). The sum takes only
+    tokens of t's document.
 
-    x: (B, T, columns), the first channels are convolved. starts: where each token's document
-    starts; None: 0. before: F32 (B, taps - 1, channels), tokens in front of x, overwritten with the
-    last tokens of x; None: 0. silu: False leaves out the activation.
+    x: (B, T, columns); the first `channels` columns are convolved. starts: position where each
+    token's document starts; None: 0. before: F32 (B, taps - 1, channels), the tokens in front of x,
+    overwritten with the last tokens of x; None: 0. silu: False leaves out the activation.
     """
     call = _Call(dev, x, weight, silu)
     spans, channels = ceil_div(call.T, SPAN), THREADS * call.wide
@@ -93,8 +93,8 @@ def backward(
     d_bias: Accumulator | None = None,
     silu: bool = True,
 ) -> None:
-    """Gradients of forward's inputs, without the tokens in `before`. Give d_weight and d_bias both
-    or neither. Columns of d_x beyond the convolved channels stay.
+    """Gradients of forward's inputs but `before`. Give d_weight and d_bias both or neither. Columns
+    of d_x beyond the convolved channels stay as they are.
 
     Workspace: with d_weight, F32, a partial gradient of weight and bias for every 512 tokens of
     each sequence.

@@ -1,4 +1,4 @@
-"""Mamba-2's state space (SSD), the delta rule without correction: forward, backward, by token."""
+"""Mamba-2's state space (SSD), a delta rule without correction: forward, backward, recurrence."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -8,15 +8,16 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 FILE = "delta/ssd.cu"
-MULTIPLE, MAX_KEY, MAX_VALUE = 32, 128, 64  # of DK and DV, as shared memory permits
+# Divisor of DK and DV, and the largest DK and DV that shared memory permits.
+MULTIPLE, MAX_KEY, MAX_VALUE = 32, 128, 64
 SIZES = "i32 seq_len, i32 key_heads, i32 value_heads"
 QKV = "T[B,seq_len,2*key_heads*DK + value_heads*DV]"
 OUT, GATES = "T[B,seq_len,value_heads*DV]", "f32[B,seq_len,2,value_heads]"
 STATE = "f32[B,value_heads,DK,DV]"
-# Tensors of every chunk of a sequence.
+# Shapes of tensors with a part for each chunk of a sequence.
 SQUARES, STATES_OF = "T[B,value_heads,chunks,64,64]", "T[B,value_heads,chunks,DV,DK]"
 FACTORS = "f32[B,value_heads,chunks,2,64]"
-_QKV, _OUT = "T[B,seq_len,columns]", "T[B,seq_len,width]"  # where DK and DV may be unknown
+_QKV, _OUT = "T[B,seq_len,columns]", "T[B,seq_len,width]"  # for kernels that do not know DK and DV
 _STARTS = "i32[B,seq_len]? starts"
 _RULES = {
     "where": "value_heads % key_heads",
@@ -73,12 +74,12 @@ RECURRENCE = Kernel(
 )
 
 THREADS, RECURRENCE_THREADS = 256, 128
-STAGES = 4  # tiles that a scan has in shared memory
-HEADS = 8  # value heads of a block of prepare and gradients
+STAGES = 4  # number of a scan's tiles in shared memory
+HEADS = 8  # value heads that one block of PREPARE or GRADIENTS computes
 
 
 class _Call(ChunkedCall):
-    """The launches for tensors that fit."""
+    """Sizes and launches of one call."""
 
     name = "ssd"
 
@@ -102,19 +103,20 @@ class _Call(ChunkedCall):
     def launch(
         self, kernel: Kernel, grid: tuple, threads: int, args: tuple, shared: int, fmas: int
     ) -> None:
-        """shared: bytes. fmas: for a token and a value head."""
+        """Launch a kernel. shared: bytes of shared memory. fmas: multiplications with addition per
+        token and value head."""
         cost = self.cost(kernel, fmas)
         self.dev.launch(kernel, grid, threads, args, consts=self.consts, smem=shared, cost=cost)
 
     def prepare(self, scores: Tensor, factors: Tensor, inputs: tuple) -> None:
-        """inputs: qkv, gates, skip, starts."""
+        """Launch PREPARE. inputs: qkv, gates, skip, starts."""
         Hk, _, DK, _ = self.heads
         grid = (Hk * self.parts, self.B, self.chunks)
         args = (scores, factors, *inputs, *self.sizes, self.carried)
         self.launch(PREPARE, grid, THREADS, args, self.tiles(CHUNK, DK, DK), CHUNK * DK // HEADS)
 
     def scan(self, kernel: Kernel, args: tuple, products: int) -> None:
-        """products: those of a state."""
+        """Launch a scan over chunks. products: matrix products with a state in each chunk."""
         _, Hv, DK, DV = self.heads
         fmas = products * DK * DV + (products - 1) * CHUNK * DV
         shared = CHUNK * (DV + 8) * self.dtype.itemsize  # results of a chunk
@@ -124,7 +126,7 @@ class _Call(ChunkedCall):
         self.launch(kernel, (1, Hv, self.B), 2 * DV, (*args, *self.sizes), shared, fmas)
 
     def gradients(self, d_qkv: Tensor, args: tuple) -> None:
-        """args: of GRADIENTS behind d_keys."""
+        """Launch GRADIENTS, and SUM over its parts. args: arguments of GRADIENTS after d_keys."""
         Hk, _, DK, DV = self.heads
         shared = self.tiles(CHUNK, DK, DK, DV, DV) + self.tiles(DV, DK, DK)
         shared = max(shared, self.tiles(CHUNK, DK, DK, CHUNK))
@@ -151,21 +153,22 @@ def forward(
     starts: Tensor | None = None,
     state: Tensor | None = None,
 ) -> None:
-    """out[t] = S^T q[t] + skip * v[t], of a state S for each value head that every token changes.
+    """out[t] = S^T q[t] + skip * v[t]. Every token changes the state S (DK, DV) of each value head.
 
         S = S * exp(decay[t])                   0 where a document begins
         S = S + k[t] (beta[t] * v[t])^T
 
-    Value head h has the queries and keys of head h * Hk // Hv, as they are.
+    Value head h has the queries and keys of head h * Hk // Hv, without normalization.
 
     qkv: all queries, all keys, all values: C, B and x of Mamba-2. gates: decays, at most 0, and
-    betas, the sizes of time steps. skip: D of Mamba-2, of each value head. starts: where each
-    token's document starts; None: 0. state: of the text before, then of it and this one, not with
-    starts; None: 0, and it is not kept.
+    betas, the sizes of time steps. skip: Mamba-2's D, one number for each value head. starts:
+    position where each token's document starts; None: 0. state: S before the first token,
+    overwritten with S behind the last token; needs starts None. None: S begins at 0 and is not
+    kept.
 
-    Cost:    64 DK / 8 + 64 DV + 2 DK DV FMAs for a token and a value head, on tensor cores; two
+    Cost:    64 DK / 8 + 64 DV + 2 DK DV FMAs per token and value head, on tensor cores; two
              launches.
-    Workspace: 64 elements of T and 2 F32 for a token and a value head.
+    Workspace: 64 elements of T and 2 F32 per token and value head.
     """
     call = _Call("ssd.forward", dev, qkv, heads, starts, state)
     expect("ssd.forward", "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))
@@ -188,15 +191,16 @@ def backward(
     state: Tensor | None = None,
     d_state: Tensor | None = None,
 ) -> None:
-    """The gradients of forward's inputs; what it computed is computed again.
+    """Gradients of forward's inputs. Tensors of chunks are computed again.
 
-    state: as in front of the text, then behind it. d_state: the gradient of the state behind, then
-    of that in front; both are given, or none.
+    state: S before the first token, overwritten with S behind the last token. d_state: gradient of
+    S behind the last token, overwritten with the gradient of S before the first token. Give state
+    and d_state both, or none.
 
-    Cost:    64 DK / 8 + 128 DV + 5 DK DV FMAs for a token and a value head, on tensor cores; five
+    Cost:    64 DK / 8 + 128 DV + 5 DK DV FMAs per token and value head, on tensor cores; five
              launches, and one for d_skip.
-    Workspace: 64 + 2 DK DV / 64 elements of T and 2 F32 for a token and a value head, and a F32
-             for 64 of these; 2 DK elements of T for a token and eight value heads of a key head.
+    Workspace: 64 + 2 DK DV / 64 elements of T and 2 F32 per token and value head, one F32 per chunk
+             and value head, and 2 DK elements of T per token and eight value heads of a key head.
     """
     op = "ssd.backward"
     call = _Call(op, dev, qkv, heads, starts, state)
@@ -223,7 +227,7 @@ def recurrence(
     skip: Tensor,
     heads: Heads,
 ) -> None:
-    """As forward with a state, token by token: for the few tokens that a text is continued by."""
+    """Compute `forward` with a state token by token, for decoding."""
     call = _Call("ssd.recurrence", dev, qkv, heads, None, state)
     args = (out, state, qkv, gates, skip, *call.sizes)
     grid, consts = (ceil_div(heads.DV, 32), heads.Hv, call.B), call.consts

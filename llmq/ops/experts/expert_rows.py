@@ -15,7 +15,7 @@ THREADS, SCAN_THREADS = 256, 1024
 MAX_EXPERTS = 512
 CHUNK = 2048  # choices that a block sorts
 WIDTH, SLICE = 8, 32 * 8  # columns of a lane and of a warp
-PIECE_BYTES = 32 * 4 * VECTOR_BYTES  # of a row, that a warp of GATHER copies
+PIECE_BYTES = 32 * 4 * VECTOR_BYTES  # bytes of a row that a warp of GATHER copies
 MAX_CHOICES = 32
 
 COUNT = Kernel(
@@ -73,8 +73,8 @@ def sort_rows(dev: Device, order: Tensor, place: Tensor, starts: Tensor, chosen:
     """Sort choices by expert, stably.
 
     order: I32 (R,), the choice at each place. place: I32 (S, top_k), the place of each choice.
-    starts: I32 (E+1,), expert e has places [starts[e], starts[e + 1]). chosen: experts in [0, E),
-    not checked.
+    starts: I32 (E+1,), expert e has places [starts[e], starts[e + 1]). chosen: I32 (S, top_k),
+    experts in [0, E), not checked.
 
     Cost:    about four times chosen's bytes, in three launches; E bytes of scratch for 512 choices.
     """
@@ -88,7 +88,7 @@ def sort_rows(dev: Device, order: Tensor, place: Tensor, starts: Tensor, chosen:
 
 
 def gather_rows(dev: Device, out: Tensor, x: Tensor, place: Tensor) -> None:
-    """out[place[s, k]] = x[s]. Its backward is `combine` without weights. place: of sort_rows."""
+    """out[place[s, k]] = x[s]. Backward is `combine` without weights. place: see sort_rows."""
     S, C, top_k = GATHER.dims(x=x, place=place)
     warps = S * ceil_div(C * x.dtype.itemsize, PIECE_BYTES)
     args = (out, x, place, S, C, top_k)
@@ -105,9 +105,9 @@ def combine(
 ) -> None:
     """out[s] = sum over k of weights[s, k] * y[place[s, k]] [+ addend[s]].
 
-    Summed in F32 from k = 0 on, the addend last, and rounded once.
+    The terms are added in F32 from k = 0 on, the addend last, and the sum is rounded once.
 
-    place: of sort_rows. weights: None: 1. addend may be out.
+    place: see sort_rows. weights: F32; None: all are 1. addend: may be out.
     """
     S, C, top_k = COMBINE.dims(out=out, place=place)
     warps = S * ceil_div(C, SLICE)
@@ -124,15 +124,15 @@ def combine_backward(
     weights: Tensor,
     weighted: Tensor | None = None,
 ) -> None:
-    """Gradients of weights, and of y; at r = place[s, k]
+    """Gradients of weights and of y, with r = place[s, k] and the dot product of two rows:
 
         d_weights[s, k] = d_y[r] . y[r]
         d_y[r] *= weights[s, k]              weighted[r] = weights[s, k] * y[r]
 
-    y: combine's input, with d_y = gather_rows(gradient of combine's output). If a linear function f
-    lies between, combine reads f(y), and d_y is the gradient behind f's backward.
+    y: combine's input. d_y: on entry gather_rows(gradient of combine's output). If combine reads
+    f(y) for a linear function f, d_y is on entry the result of f's backward.
 
-    place: of sort_rows. weighted may be y.
+    place: see sort_rows. weighted: may be y.
     """
     S, top_k, C = COMBINE_BACKWARD.dims(place=place, y=y)
     args = (d_y, d_weights, weighted, y, place, weights, S, C, top_k)
@@ -149,10 +149,11 @@ def sum_rows(
 ) -> None:
     """target[e] (C,) = or += sum of x's rows of expert e, for the gradient of a bias.
 
-    Experts without rows get 0, or keep target. Sums are F32, rounded once: stochastically where
-    they are added to a BF16 gradient.
+    An expert without rows gets 0, or keeps target if it accumulates. Sums are F32, rounded once:
+    stochastically if added to a BF16 gradient.
 
-    starts, order: of sort_rows. weights: row r has the weight of choice order[r]; None: 1.
+    starts, order: see sort_rows. weights: F32 (S, top_k), row r has the weight of choice order[r];
+    None: all are 1.
     """
     (_, C), E = SUM.dims(x=x), starts.size - 1
     tensor, accumulate, scalars, salt = target

@@ -1,4 +1,4 @@
-"""Trained factors of experts: of the weights of choices, each of its expert's."""
+"""Trained factors, one for each expert, by which weights of choices are multiplied."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -25,7 +25,7 @@ BACKWARD = Kernel(
 def forward(dev: Device, out: Tensor, weights: Tensor, scale: Tensor, chosen: Tensor) -> None:
     """out[s, k] = weights[s, k] * scale[chosen[s, k]], in F32.
 
-    scale: (E,). chosen: I32 (S, top_k), as of `route.route`.
+    scale: (E,). chosen: I32 (S, top_k), see `route.route`.
     """
     n = weights.size
     dev.launch(FORWARD, ceil_div(n, THREADS), THREADS, (out, weights, scale, chosen, n))
@@ -40,13 +40,13 @@ def backward(
     order: Tensor,
     starts: Tensor,
 ) -> None:
-    """Turn the gradients of forward's results into those of its weights, in place.
+    """Turn gradients of forward's results into gradients of its weights, in place.
 
         d_scale[e] = or += sum over choices of e of d_weights * weights     d_weights *= scale[e]
 
-    order, starts: of `expert_rows.sort_rows`. d_scale: None if it is not wanted.
+    order, starts: see `expert_rows.sort_rows`. d_scale: None if this gradient is not wanted.
 
-    Cost:    three reads and a write of 4 bytes for each choice, in rising places of one expert.
+    Cost:    three reads and a write of 4 bytes for each choice, one expert per block.
     """
     E = scale.size
     with dev.scratch("d_expert_scale", (1, E), F32) as partial:

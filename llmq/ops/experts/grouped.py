@@ -13,7 +13,7 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 TILE, THREADS = 128, 128  # rows and columns of a block's tile of out
 STAGES, STAGE_BYTES = 3, 2 * TILE * 64
-BLOCKS = 2  # on a multiprocessor
+BLOCKS = 2  # thread blocks per multiprocessor
 
 
 def _product(w: str, **types: str) -> Kernel:
@@ -27,7 +27,7 @@ def _product(w: str, **types: str) -> Kernel:
     )
 
 
-# One entry, declared apart for transposed matrices, and for codes.
+# The same entry has separate declarations for transposed matrices and for codes.
 PRODUCT, TRANSPOSED = _product("K,N"), _product("N,K")
 CODES = _product("N,K", types="T=bf16, A=e4m3|e4m3_half|e5m2, B=e4m3|e4m3_half|e5m2")
 GRADIENT = Kernel(
@@ -55,14 +55,15 @@ def grouped_matmul(
 ) -> None:
     """out[r] = x[r] @ op(w[e]) [+ bias[e]] [+ addend[r]], r in [starts[e], starts[e + 1]).
 
-    Sums are F32, rounded once. Codes are added in groups of 64 products, times scale_x * scale_w.
-    half: sums of 64 products of E4M3_HALF are in half precision, rounded after 32 and after 64.
+    Sums are F32, rounded once. Products of codes are summed in groups of 64, and the sum is
+    multiplied by scale_x * scale_w. half: True if sums of 64 products of E4M3_HALF are in half
+    precision, rounded after 32 and after 64 products.
 
-    w: (E, K, N), with trans_b (E, N, K); in the dtype of x and out, or x and w are fp8 codes with
-    scales, trans_b and BF16 out. starts: ascending from 0 to R, possibly equal; None if E = 1.
-    addend may be out.
+    w: (E, K, N), or (E, N, K) with trans_b. Dtypes: out, x and w are equal, or x and w are fp8
+    codes with scales and trans_b, and out is BF16. starts: ascending from 0 to R, possibly equal;
+    None if E = 1. addend: may be out.
 
-    Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
+    Cost:    2 R N K FLOPs; an expert's matrix is read once for each 128 of the expert's rows.
     """
     op, codes = "grouped_matmul", x.dtype in FP8
     if codes and not trans_b:
@@ -77,7 +78,7 @@ def grouped_matmul(
     R, N, K, E = kernel.dims(out=out, x=x, w=w)
     if starts is None and E != 1:
         raise TypeError(f"{op}: starts must be given for {E} experts")
-    tiles = (ceil_div(R, TILE) + E) * ceil_div(N, TILE)  # no routing has more
+    tiles = (ceil_div(R, TILE) + E) * ceil_div(N, TILE)  # most tiles of any routing
     dev.launch(
         kernel,
         min(tiles, BLOCKS // (1 + codes) * dev.spec.num_sms),
@@ -100,10 +101,10 @@ def grouped_matmul(
 def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, starts: Tensor) -> None:
     """d_w[e] (N, K) = or += d_y^T @ x over the rows of expert e.
 
-    Experts without rows get 0, or keep d_w. Sums are F32 and rounded to G before the addition,
-    which rounds a BF16 d_w stochastically.
+    An expert without rows gets 0, or keeps d_w if it accumulates. Sums are F32 and rounded to d_w's
+    dtype before the addition, which rounds a BF16 d_w stochastically.
 
-    starts: of grouped_matmul.
+    starts: see grouped_matmul.
 
     Cost:    2 R N K FLOPs; d_w written once, and read once if it accumulates.
     """

@@ -5,10 +5,10 @@ For a row of logits l, with p = softmax(l) over all experts and s = p, or s = si
     chosen    the top_k experts of largest s + bias; of equal ones, those of lowest number
     weights   scale * s[chosen], with `renormalize` divided by the sum of s[chosen]
 
-A softmax over the chosen logits alone is a softmax that is renormalized. Where experts have groups,
-groups of neighbours are chosen first, of largest score, and then experts of these: the score of a
-group is its largest s + bias, with sigmoids the sum of its two largest ones (arXiv:2405.04434,
-2.2.2; arXiv:2412.19437, 2.1.2).
+`renormalize` equals a softmax over the chosen logits alone. If experts form groups of neighbours, a
+row first chooses the groups of largest score, and then experts of these groups. The score of a
+group is its largest s + bias or, with sigmoids, the sum of its two largest s + bias
+(arXiv:2405.04434, 2.2.2; arXiv:2412.19437, 2.1.2).
 
 The load-balancing loss is Switch Transformer's (arXiv:2101.03961, eq. 4 to 6), over the rows of all
 layers together like load_balancing_loss_func of transformers; the z-loss is ST-MoE's
@@ -16,9 +16,9 @@ layers together like load_balancing_loss_func of transformers; the z-loss is ST-
 
     aux = E * sum over e of (rows of e / n) * (sum of p[:, e] / n)        z = sum of lse^2 / n
 
-n: rows of all layers; rows of e: how often e was chosen, a constant in gradients. Filler rows do
-not count, like padding of an attention mask in transformers. Both losses are added to the loss of a
-micro-batch, a mean over its targets.
+n: number of rows of all layers; rows of e: number of rows that chose expert e, a constant in
+gradients. Filler rows do not count, like padding of an attention mask in transformers. Both losses
+are added to the loss of a micro-batch, which is a mean over its targets.
 """
 
 from llmq.base.tensor import Tensor
@@ -28,8 +28,8 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
 MAX_GROUPS = WARP
-MAX_EXPERTS = 512  # a lane holds every 32nd of a row
-BLOCKS = 4  # most on a multiprocessor: each block adds its sums to memory
+MAX_EXPERTS = 512  # a lane holds every 32nd logit of a row
+BLOCKS = 4  # most blocks per multiprocessor: each block adds its sums to memory
 
 KINDS = ("softmax", "sigmoid")
 
@@ -74,13 +74,14 @@ def route(
 ) -> None:
     """Choose top_k experts for each row. A NaN logit makes the row's weights NaN.
 
-    chosen: by falling score; all different, also if logits are NaN. kind: "softmax" or "sigmoid",
-    see s above. groups: their number, and how many of them a row chooses. bias: changes the choice,
-    not the weights. sums: accumulates rows by expert, probabilities by expert in units of 2^-32,
-    rows, entropies in 2^-32, lse^2 in 2^-20, rows with logits that are not finite, which
-    probabilities, entropies and squares leave out. targets: sums leave out rows with FILLER_TARGET.
+    chosen: experts by falling score; all different, also if logits are NaN. kind: "softmax" or
+    "sigmoid", the function s above. groups: (number of groups, number of groups that a row
+    chooses). bias: changes the choice, not the weights. sums: accumulates rows by expert;
+    probabilities by expert, in units of 2^-32; rows; entropies, in units of 2^-32; lse^2, in units
+    of 2^-20; and rows with logits that are not finite. Probabilities, entropies and squares leave
+    out the latter rows. targets: sums leave out rows with FILLER_TARGET.
 
-    Cost:    logits read once. Sums are integers: the same in any order.
+    Cost:    logits read once. Sums are integers, and so do not depend on the order.
     """
     S, E, top_k = ROUTE.dims(logits=logits, chosen=chosen)
     many, active = groups
@@ -109,8 +110,9 @@ def route_backward(
 ) -> None:
     """d_logits from gradients of the weights, and of both losses if factors are given.
 
-    of_experts: added to d_weights, at chosen experts. factors: of `balance`. targets: rows with
-    FILLER_TARGET have no losses. Other arguments are route's.
+    of_experts: F32 (rows, E), whose elements at chosen experts are added to d_weights. factors: the
+    result of `balance`. targets: rows with FILLER_TARGET have no losses. Other arguments: see
+    `route`.
     """
     S, E, top_k = BACKWARD.dims(logits=logits, chosen=chosen)
     consts = _consts(kind, E, renormalize) | {"FACTORS": int(factors is not None)}
@@ -131,15 +133,16 @@ def balance(
     aux: float,
     z: float,
 ) -> None:
-    """Both losses between forward and backward of a micro-batch, and their factors for
-    route_backward. Adds sums to totals and zeroes sums.
+    """Compute both losses between forward and backward of a micro-batch, and factors for
+    route_backward. Add sums to totals, and zero sums.
 
-    Losses are sums over targets; the step divides them by the number of its targets.
+    Losses are multiplied by the number of targets, because the step divides by this number.
 
-    factors: F32 (E+1,), of p by expert, then of lse. losses: accumulates, times the number of
-    targets: aux, z, mean entropy of routers, largest share of a layer's rows in one expert. sums:
-    of each layer, see route. targets: negative if masked. by: weights of targets, whose sum divides
-    the step and multiplies gradients; None: all are 1. aux, z: coefficients of both losses.
+    factors: F32 (E+1,), for p of each expert, then for lse. losses: F64 (4,), accumulates aux, z,
+    mean entropy of routers, and the largest share of a layer's rows in one expert, each times the
+    number of targets. sums: each layer's sums, see route. targets: negative if masked. by: weights
+    of targets, whose sum replaces the number of targets in factors; None: all are 1. aux, z:
+    coefficients of both losses.
     """
     layers, E = sums.shape[0], factors.size - 1
     args = (factors, losses, totals, sums, targets, by, layers, E, targets.size, aux, z)

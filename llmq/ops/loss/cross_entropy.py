@@ -13,8 +13,8 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 512
 STATS_THREADS = 1024
-MAX_VECTORS = 19  # most of a row in a thread: 512 threads with 128 registers each fit
-CLUSTER_ROWS = 4
+MAX_VECTORS = 19  # most vectors of a row in a thread, of 512 threads with 128 registers each
+CLUSTER_ROWS = 4  # rows that a cluster computes one after another
 
 _ROW_ARGS = (
     "T[rows,padded_vocab] logits, out f32[rows] losses, out f32[rows] lse, i32[rows] targets, "
@@ -25,7 +25,7 @@ _RULES = "padded_vocab % vector_T, vocab >= 1, vocab <= padded_vocab"
 _FILE, _NAME = "loss/cross_entropy.cu", "cross_entropy_forward_backward"
 FORWARD_BACKWARD = Kernel(_FILE, _NAME, f"inout {_ROW_ARGS}", where=_RULES)
 FORWARD_BACKWARD_REGISTERS = replace(FORWARD_BACKWARD, entry=f"{_NAME}_registers")
-# The same entries, declared apart: with codes they read logits, and do not write them.
+# The same entries have separate declarations for codes, with which they do not write logits.
 CODES = Kernel(_FILE, _NAME, _ROW_ARGS, where=_RULES, types="T=bf16")
 CODES_REGISTERS = replace(CODES, entry=f"{_NAME}_registers")
 FORWARD = Kernel(
@@ -45,13 +45,14 @@ ADD_STATS = Kernel(
 
 
 def register_layout(row_bytes: int, capability: int) -> dict[str, int] | None:
-    """Compile-time constants of rows in registers; None if a row does not fit.
+    """Compile-time constants of a kernel with rows in registers; None if a row does not fit.
 
-    THREADS per block, VECTORS of 16 bytes per thread, blocks per CLUSTER (compute capability 9.0
-    and later) that share a row, ROWS that a cluster computes one after another. One block a row is
-    fastest, because blocks of a cluster start and end together. Two blocks of half the threads fit
-    into a multiprocessor, and one reads and writes while the other computes. Several rows pay only
-    in clusters: the next row is read while one is written."""
+    THREADS: threads per block. VECTORS: vectors of 16 bytes per thread. CLUSTER: blocks of a
+    cluster that shares a row, 1 below compute capability 9.0. ROWS: rows that a cluster computes
+    one after another. One block per row is fastest, because blocks of a cluster start and end
+    together. Two blocks of half the threads fit into a multiprocessor, and one reads and writes
+    while the other computes. Several rows pay only in clusters, which read the next row while they
+    write one."""
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
     layouts = [(THREADS // 2, 1), (THREADS, 1)]
     if capability >= 90:
@@ -80,13 +81,14 @@ def forward_backward(
 ) -> None:
     """Replace logits by weight * (softmax(logits) * (1 + z_loss * lse) - onehot(target)).
 
-    That is the gradient d_logits of weight * (loss + z_loss / 2 * lse^2), not divided by any count.
+    The result is the gradient d_logits of weight * (loss + z_loss / 2 * lse^2), not divided by any
+    count.
 
     targets: ids, not checked; negative: masked, with loss and gradient 0. losses: lse - the
-    target's logit. lse: log-sum-exp of the row, of masked rows, too. Columns >= vocab_size are
-    ignored on entry, and 0 on return. codes: d_logits / code_scale, rounded to nearest even and
-    clamped; logits, BF16, then stay. weights: F32 (rows,), of gradients only; None: all are 1.
-    softcap: each logit counts as softcap * tanh(logit / softcap).
+    target's logit. lse: log-sum-exp of the row, also of masked rows. Columns >= vocab_size are
+    ignored on entry, and 0 on return. codes: out, d_logits / code_scale, rounded to nearest even
+    and clamped; logits, BF16, then stay as they are. weights: F32 (rows,), factors of gradients
+    only; None: all are 1. softcap: softcap * tanh(logit / softcap) replaces each logit.
 
     Cost:    logits read once if registers hold a row, else twice; d_logits or codes written.
     """
@@ -98,7 +100,7 @@ def forward_backward(
     args += (z_loss, 1.0 / code_scale)
     consts = {"CODES": int(codes is not None)} | _cap(softcap)
     layout = None
-    if softcap is None:  # it needs more registers
+    if softcap is None:  # a softcap needs more registers
         layout = register_layout(padded_vocab * logits.dtype.itemsize, dev.spec.capability)
     if layout is None:
         _launch(dev, kernels[0], rows, THREADS, args, consts, weights)
@@ -117,7 +119,7 @@ def forward(
     *,
     softcap: float | None = None,
 ) -> None:
-    """losses and lse of forward_backward; logits stay."""
+    """Write losses and lse as forward_backward does; logits stay as they are."""
     rows, padded_vocab = FORWARD.dims(logits=logits)
     args = (losses, lse, logits, targets, rows, vocab_size, padded_vocab)
     dev.launch(FORWARD, rows, THREADS, args, consts=_cap(softcap))
@@ -135,12 +137,13 @@ def stats(
 ) -> None:
     """Add a micro-step to the statistics of the optimizer step, in F64 and in a fixed order.
 
-    loss, count, lse_sum, lse_max: over unmasked targets; loss_1k, tokens_1k: over those at
-    positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
+    loss, count, lse_sum, lse_max: over unmasked targets; loss_1k, tokens_1k: over unmasked targets
+    at positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
 
-    stats: begins with llmq.base.dtypes.TOKEN_STATS. losses: 0 where masked. targets: negative if
-    masked. weights: F32, of losses; None: all are 1. by_weight: count and tokens_1k are sums of
-    weights, and the statistic behind TOKEN_STATS is the number of targets.
+    stats: begins with llmq.base.dtypes.TOKEN_STATS. losses: 0 in masked positions. targets:
+    negative if masked. weights: F32, factors of losses; None: all are 1. by_weight: True if count
+    and tokens_1k are sums of weights; the statistic after TOKEN_STATS then is the number of
+    targets.
     """
     _, seq_len = ADD_STATS.dims(targets=targets)
     args = (stats, losses, lse, targets, targets.size, seq_len, int(by_weight))
@@ -148,7 +151,7 @@ def stats(
 
 
 def _cap(softcap: float | None) -> dict[str, int]:
-    """Compile-time constant of a soft cap: the bits of its F32."""
+    """Compile-time constant of a softcap: the bits of the F32 number."""
     return {} if softcap is None else {"SOFTCAP": int(np.float32(softcap).view(np.uint32))}
 
 
@@ -168,7 +171,8 @@ def _launch(
     consts: dict[str, int],
     weights: Tensor | None,
 ) -> None:
-    """Launch a kernel; with weights compile WEIGHTED = 1, which takes them as last argument."""
+    """Launch a kernel. With weights, compile the kernel with WEIGHTED = 1, and pass weights as the
+    last argument."""
     if weights is not None:
         kernel, args, consts = _weighted(kernel), (*args, weights), consts | {"WEIGHTED": 1}
     dev.launch(kernel, blocks, threads, args, consts=consts)

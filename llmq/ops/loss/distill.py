@@ -40,10 +40,10 @@ TOP_K = Kernel(
 
 
 class Teacher(NamedTuple):
-    """A teacher's predictions of rows, and the form of the loss. logprobs: F32 (rows, 2 k), k token
-    ids as the bits of I32, and their log-probabilities at temperature 1. kl: F32 (rows,), written:
-    the divergences. mixture: share of the target's cross-entropy in the loss, 0 to 1. temperature:
-    more than 0. reverse: True for the divergence of the model from the teacher."""
+    """A teacher's predictions for rows, and the form of the loss. logprobs: F32 (rows, 2 k), k
+    token ids as the bits of I32, then the ids' log-probabilities at temperature 1. kl: F32 (rows,),
+    written: the divergences. mixture: share of the target's cross-entropy in the loss, 0 to 1.
+    temperature: more than 0. reverse: True for the divergence of the model from the teacher."""
 
     logprobs: Tensor
     kl: Tensor
@@ -56,11 +56,11 @@ class Teacher(NamedTuple):
         return self._replace(logprobs=self.logprobs.rows(start, stop), kl=self.kl.rows(start, stop))
 
     def launch(self, dev: Device, rows: LogitRows, *, gradient: bool = True) -> None:
-        """Replace logits by the gradient of the loss in cu/loss/distill.cu; rows have no weights.
+        """Replace logits by the gradient of the loss in cu/loss/distill.cu. rows.weights: not used.
 
         losses: mixture * cross-entropy + (1 - mixture) * temperature^2 * divergence. lse:
         log-sum-exp at temperature 1. Masked rows have loss and gradient 0. Columns >= vocab_size
-        are ignored on entry; with a gradient they are 0 on return, else logits stay.
+        are ignored on entry, and 0 on return. gradient: False leaves logits as they are.
 
         Cost:    logits read three times and written once.
         """
@@ -72,15 +72,15 @@ class Teacher(NamedTuple):
 
 
 def add(dev: Device, stats: Tensor, kl: Tensor, index: int) -> None:
-    """Add the divergences of rows, 0 where masked, to stats[index], in a fixed order."""
+    """Add the divergences kl (rows,), 0 in masked rows, to stats[index], in a fixed order."""
     dev.launch(ADD, 1, ADD_THREADS, (stats, kl, kl.size, index))
 
 
 def top_k(dev: Device, top: Tensor, logits: Tensor, lse: Tensor, vocab_size: int) -> None:
-    """Find the k largest logits of each row; among equal ones the first columns.
+    """Find the k largest logits of each row; of equal logits, those in the first columns.
 
-    top: F32 (rows, 2 k), columns, ascending, as the bits of I32, then logit - lse. logits: columns
-    >= vocab_size are ignored. lse: log-sum-exp of the rows.
+    top: F32 (rows, 2 k): k columns, ascending, as the bits of I32, then logit - lse of each.
+    logits: columns >= vocab_size are ignored. lse: log-sum-exp of the rows.
 
     Cost:    one launch, each row read 33 times, mostly from the cache.
     """

@@ -33,9 +33,9 @@ ADD_STATS = Kernel(
 
 class Samples(NamedTuple):
     """Tensors (B, T) of sampled documents. targets: I32, negative if masked, as prompts are.
-    losses: F32, each token's cross-entropy. old, reference: F32, log-probabilities by the sampling
-    model, and by the reference model or None. advantages: F32. starts: I32, first position of each
-    token's document; None: rows are documents."""
+    losses: F32, each token's cross-entropy. old: F32, log-probabilities by the sampling model.
+    reference: F32, log-probabilities by the reference model, or None. advantages: F32. starts: I32,
+    first position of each token's document; None: each row is one document."""
 
     targets: Tensor
     losses: Tensor
@@ -46,15 +46,15 @@ class Samples(NamedTuple):
 
     @property
     def places(self) -> tuple[Tensor | None, int, int]:
-        """starts, number of tokens and length of rows, as kernels take them."""
+        """Arguments of kernels: starts, number of tokens, and length of a row."""
         return self.starts, self.targets.size, self.targets.shape[-1]
 
 
 def sums(dev: Device, sums: Tensor, of: Samples) -> None:
     """Add up each document's trained tokens, at the document's first position.
 
-    sums: F32 (3, B, T), of log ratios, -loss - old; of 1; of divergences from the reference, 0
-    without one. Other positions are not written.
+    sums: F32 (3, B, T): the sum of log ratios, -loss - old; the number of trained tokens; the sum
+    of divergences from the reference, 0 without a reference. Other positions are not written.
     """
     args = (sums, *of[:4], *of.places)
     dev.launch(SUMS_OF, ceil_div(of.targets.size, THREADS), THREADS, args)
@@ -63,7 +63,7 @@ def sums(dev: Device, sums: Tensor, of: Samples) -> None:
 def weights(dev: Device, weights: Tensor, sums: Tensor, of: Samples, form: Form) -> None:
     """Derivative of the sum of all tokens' losses by each token's cross-entropy.
 
-    weights: F32 (B, T), 0 where masked. sums: of `sums`.
+    weights: F32 (B, T), 0 for masked tokens. sums: the result of `sums`.
     """
     args = (weights, sums, *of[:-1], *of.places, *form)
     dev.launch(WEIGHTS, ceil_div(of.targets.size, THREADS), THREADS, args)
@@ -72,11 +72,11 @@ def weights(dev: Device, weights: Tensor, sums: Tensor, of: Samples, form: Form)
 def stats(dev: Device, stats: Tensor, sums: Tensor, of: Samples, form: Form) -> None:
     """Add the micro-batch's samples to the statistics: loss, count, and sums over tokens.
 
-    count: tokens, or documents with a trained token, see form.per. clipped: number of ratios out of
-    bounds; ratio: new to old probability; drift: |log-probability - old|; kl: divergence from the
-    reference times the ratio; entropy: negative log-probability.
+    count: number of tokens, or of documents with a trained token, see form.per. clipped: number of
+    ratios out of bounds; ratio: new to old probability; drift: |log-probability - old|; kl:
+    divergence from the reference times the ratio; entropy: negative log-probability.
 
-    stats: F64, begins with STATS and SUMS. sums: of `sums`.
+    stats: F64, begins with STATS and SUMS. sums: the result of `sums`.
 
     Cost:    one launch of a single block, with a fixed order of summation.
     """

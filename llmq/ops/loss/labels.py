@@ -1,4 +1,5 @@
-"""Losses of a score head, whose logits behind the last token of a document are labels' or scores.
+"""Losses of a score head, whose logits after a document's last token belong to labels or are
+scores.
 
 A score is a logit without a softmax: its loss is -logit, so that losses of pairs compare scores as
 if they were log-probabilities (Bradley and Terry, Rank Analysis of Incomplete Block Designs, 1952).
@@ -13,7 +14,7 @@ from llmq.ops.common import LogitRows
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-WARPS = 8  # rows of a block
+WARPS = 8  # warps of a block, each with one row
 
 LABELS = Kernel(
     "loss/labels.cu",
@@ -26,8 +27,8 @@ LABELS = Kernel(
 
 
 class Labels(NamedTuple):
-    """The loss of labels. hits: F32 (rows,), written: 1 if a row's largest logit is its label's.
-    linear: logits are scores, without a softmax."""
+    """The loss of labels. hits: F32 (rows,), written: 1 if a row's label has the largest logit.
+    linear: True if logits are scores, without a softmax."""
 
     hits: Tensor
     linear: bool
@@ -39,9 +40,9 @@ class Labels(NamedTuple):
     def launch(self, dev: Device, rows: LogitRows, *, gradient: bool) -> None:
         """Replace logits by the gradient of the losses in cu/loss/labels.cu.
 
-        targets: labels. lse: log-sum-exp of the row; 0 where masked or linear. Masked rows have
-        loss and gradient 0. Columns >= vocab_size are ignored on entry; with a gradient they are 0
-        on return, else logits stay.
+        targets: labels. lse: log-sum-exp of the row; 0 if the row is masked, or if linear. Masked
+        rows have loss and gradient 0. Columns >= vocab_size are ignored on entry, and 0 on return.
+        gradient: False leaves logits as they are.
 
         Cost:    logits read twice and written once.
         """

@@ -28,8 +28,9 @@ def shift(
     of_targets: Tensor,
     starts: Tensor | None,
 ) -> None:
-    """Write tokens and targets (B, T) of the position ahead in the same document. The last position
-    of a document is masked. starts: first position of each one's document; None: the row's."""
+    """Write to each position the token and target of the next position in the same document. The
+    target at a document's last position is masked. tokens, targets: (B, T). of_tokens, of_targets:
+    the trunk's. starts: first position of each token's document; None: 0."""
     n, seq_len = of_tokens.size, of_tokens.shape[1]
     args = (tokens, targets, of_tokens, of_targets, starts, n, seq_len)
     dev.launch(SHIFT, ceil_div(n, THREADS), THREADS, args)
@@ -38,9 +39,10 @@ def shift(
 def stats(
     dev: Device, stats: Tensor, losses: Tensor, trunk: Tensor, targets: Tensor, of_targets: Tensor
 ) -> None:
-    """stats F64 (2,) += the number of the trunk's targets times two means: the head's loss, and
-    min(1, q / p). The latter is the part of the head's guesses that speculative sampling accepts,
-    if targets are samples of the trunk. losses: F32 (n,), of the head. trunk: of the trunk, at the
-    same positions. of_targets: all of the trunk's, n or more."""
+    """Add two means to stats, F64 (2,), each times the number of the trunk's targets: the head's
+    loss, and min(1, q / p) for the head's probability q and the trunk's probability p of a target.
+    The second mean is the share of the head's guesses that speculative sampling accepts, if targets
+    are samples of the trunk. losses: F32 (n,), losses of the head. trunk: losses of the trunk at
+    the same positions. of_targets: all targets of the trunk, n or more."""
     sizes = losses.size, of_targets.size
     dev.launch(STATS, 1, STATS_THREADS, (stats, losses, trunk, targets, of_targets, *sizes))

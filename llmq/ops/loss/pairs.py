@@ -49,7 +49,7 @@ class Places(NamedTuple):
 
     @property
     def args(self) -> tuple[Tensor, Tensor, int, int]:
-        """starts, partner, number of tokens and length of rows, as kernels take them."""
+        """Arguments of kernels: starts, partner, number of tokens, and length of a row."""
         return self.starts, self.partner, self.starts.size, self.starts.shape[-1]
 
 
@@ -63,18 +63,18 @@ def sums(
 ) -> None:
     """Add up each document's trained tokens, at the document's first position.
 
-    sums: F32 (3, B, T), of -loss - reference; of -loss; of 1; other positions are not written.
-    targets: negative if masked. losses: cross-entropy of each token. reference: log-probabilities
-    by the reference model; None: 0.
+    sums: F32 (3, B, T): the sum of -loss - reference, the sum of -loss, and the number of trained
+    tokens. Other positions are not written. targets: negative if masked. losses: cross-entropy of
+    each token. reference: log-probabilities by the reference model; None: 0.
     """
     args = (sums, targets, losses, reference, *places.args)
     dev.launch(SUMS_OF, ceil_div(targets.size, THREADS), THREADS, args)
 
 
 def gains(dev: Device, gains: Tensor, sums: Tensor, places: Places) -> None:
-    """Add up the gains of the second documents of all pairs; their mean is KTO's shift.
+    """Add up the gains of the second documents of all pairs. KTO's shift is the mean of the gains.
 
-    gains: F64 (2,), the sum, and the number of documents. sums: of `sums`.
+    gains: F64 (2,), the sum of gains, and the number of documents. sums: the result of `sums`.
 
     Cost:    one launch of a single block, with a fixed order of summation.
     """
@@ -82,10 +82,10 @@ def gains(dev: Device, gains: Tensor, sums: Tensor, places: Places) -> None:
 
 
 def shift(dev: Device, shift: Tensor, gained: Tensor) -> None:
-    """KTO's estimate of the divergence from the reference: mean gain of second documents, which
-    answer other prompts, at least 0.
+    """Compute KTO's estimate of the divergence from the reference: the mean gain of second
+    documents, which answer other prompts, but at least 0.
 
-    gained: F64 (ranks, 2), `gains` of each rank.
+    gained: F64 (ranks, 2), the result of `gains` on each rank.
 
     Cost:    one launch of a single thread.
     """
@@ -103,8 +103,9 @@ def weights(
 ) -> None:
     """Derivative of the sum of all pairs' losses by each token's cross-entropy.
 
-    weights: 0 where masked, outside pairs, and in pairs with a document without trained tokens.
-    sums: of `sums`. shift: of KTO; else None. targets: negative if masked.
+    weights: 0 for masked tokens, outside pairs, and in pairs with a document without trained
+    tokens. sums: the result of `sums`. shift: for KTO the result of `shift`; else None. targets:
+    negative if masked.
     """
     _check("pairs.weights", shift, form)
     args = (weights, sums, shift, targets, *places.args, *form)
@@ -116,8 +117,9 @@ def stats(
 ) -> None:
     """Add the micro-batch's pairs to the statistics: loss, count of pairs, and sums over pairs.
 
-    accuracy: pairs with a larger chosen reward (KTO: documents whose reward has the right sign);
-    chosen, rejected: number of rewards and log-probabilities in the other sums.
+    accuracy: number of pairs whose chosen document has the larger reward (KTO: of documents whose
+    reward has the right sign); chosen, rejected: numbers of chosen and of rejected documents in the
+    other sums.
 
     stats: begins with STATS and SUMS. sums, shift: as in `weights`.
 

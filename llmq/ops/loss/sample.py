@@ -1,4 +1,4 @@
-"""The choice of a next token from each row of logits, as its request says."""
+"""The choice of a next token from each row of logits, by the row's request."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-THREADS, FINISHED = 1024, 32  # threads of a block; of the last kernel, rows
-PART = 8192  # ids of a row's part
+THREADS, FINISHED = 1024, 32  # threads of a block; rows of a block of the last kernel
+PART = 8192  # token ids in a part of a row, which one block reads
 
 _ROWS = "T[rows,padded_vocab] logits"
 _SEEN = "i32[rows,(vocab + 31) // 32]? seen"
@@ -52,14 +52,15 @@ FINISH = Kernel(
 
 
 class Requests(NamedTuple):
-    """How each row chooses, in tensors of the device (rows,).
+    """Options of each row's choice, in device tensors (rows,). Filters apply in this order.
 
-    temperature: F32, of the scores; 0: the highest one, the lowest id of equal ones. top_k: I32,
-    so many ids of the highest scores are left, of equal ones the lowest; 0: all. top_p: F32, of
-    these the fewest of the highest whose probability, among those that top_k leaves, is at least
-    that; one is always left; 1: all. min_p: F32, of these the ones at least so many times as likely
-    as the likeliest; 0: all. repetition: F32, of ids that were seen positive logits are divided by
-    it, and negative ones multiplied; 1: none. seed: I64, and position: I32, make the noise.
+    temperature: F32, divides the scores; 0: the highest score wins, of equal scores the lowest id.
+    top_k: I32, number of ids with the highest scores that stay, of equal scores the lowest ids; 0:
+    all ids. top_p: F32; the fewest likely ids stay whose probabilities, among the ids that top_k
+    leaves, add up to top_p or more; at least one id stays; 1: all ids. min_p: F32; ids stay whose
+    probability is at least min_p times the largest one; 0: all ids. repetition: F32; positive
+    logits of seen ids are divided by this number, and negative logits are multiplied; 1: no
+    penalty. seed, position: I64 and I32, from which the noise is made.
     """
 
     temperature: Tensor
@@ -82,20 +83,20 @@ def choose(
     vocab_size: int,
     softcap: float | None = None,
 ) -> None:
-    """Choose a token from each row of logits: the largest sum of score and Gumbel noise of those
-    ids that the request's filters leave, which is a draw from their softmax.
+    """Choose a token from each row of logits. The choice is the id with the largest sum of score
+    and Gumbel noise among ids that the request's filters leave: a draw from the softmax of these.
 
-    tokens: I32 (rows,), ids; -1 where a logit is NaN or +infinity, or all are -infinity. logprobs:
-    F32 (rows,), the logarithms of the chosen ids' probabilities among all, without penalty,
-    temperature and filters; NaN for -1. logits: (rows, padded_vocab); columns >= vocab_size are
-    ignored. seen: I32 (rows, ceil(vocab_size / 32)), bit id % 32 of word id // 32 says whether an
-    id was there before; the chosen ones are added; None: nothing is penalized. softcap: softcap *
-    tanh(logit / softcap) counts in the place of each logit; None: itself.
+    tokens: I32 (rows,), ids; -1 if a logit is NaN or +infinity, or if all are -infinity. logprobs:
+    F32 (rows,), log-probabilities of the chosen ids among all ids, without penalty, temperature and
+    filters; NaN for -1. logits: (rows, padded_vocab); columns >= vocab_size are ignored. seen: I32
+    (rows, ceil(vocab_size / 32)), inout; bit id % 32 of word id // 32 is 1 if the row has seen this
+    id; chosen ids are added; None: no penalty. softcap: softcap * tanh(logit / softcap) replaces
+    each logit; None: no cap.
 
-    A row depends on its own logits and request alone. Requests are not checked.
+    A row's choice depends on its own logits and request alone. Requests are not checked.
 
-    Cost:    the logits are read two times, and two times more for each of top_k and top_p, mostly
-             from L2; four launches. Scratch: 32 bytes for each row and PART ids.
+    Cost:    logits are read two times, and two times more for each of top_k and top_p, mostly from
+             L2; four launches. Scratch: 32 bytes for each row and PART ids.
     """
     rows, padded_vocab = SCAN.dims(logits=logits)
     consts = {} if softcap is None else {"SOFTCAP": int(np.float32(softcap).view(np.uint32))}

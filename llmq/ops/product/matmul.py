@@ -20,8 +20,8 @@ from llmq.runtime.product import BLOCK, SCALARS, Product, scales_bytes
 
 
 def _adding_too(file: str, entry: str, args: str, **rules: str) -> tuple[Kernel, Kernel]:
-    """The kernel with D[*batch,M,N] out in front of args, and the same entry for accumulation,
-    declared apart because it reads out."""
+    """(kernel, kernel for accumulation) with the argument D[*batch,M,N] out before args. The entry
+    is the same, but accumulation also reads out, and so needs its own declaration."""
     out = "D[*batch,M,N] out" if "i32 batch" in args else "D[M,N] out"
     return tuple(Kernel(file, entry, f"{a} {out}, {args}", **rules) for a in ("out", "inout"))
 
@@ -59,7 +59,7 @@ BLOCK_SCALES = Kernel(
     "out u8[n] scales, out f32[8] scalars, f32[1] scale_a, f32[1] scale_b, f32 alpha, f32 beta, "
     "i64 n",
 )
-BLOCK_SCALED_GENERATION = 12  # major compute capability on which MXFP8 may be faster
+BLOCK_SCALED_GENERATION = 12  # major compute capability of GPUs on which MXFP8 may be faster
 SCALES_THREADS = 256
 SCALES_SHARE = 2  # block scales take at most 1 / SCALES_SHARE of the workspace
 
@@ -80,8 +80,8 @@ def matmul(
 ) -> None:
     """Row-major out = alpha * op(a) @ op(b) [+ bias] [+ beta * addend | + beta * out], sums in F32.
 
-    Tensors with a leading batch dimension are batched products: BF16, without bias or accumulate;
-    on a GPU each matrix has a multiple of 16 bytes.
+    Tensors with a leading batch dimension make a batched product. Batched products are BF16,
+    without bias or accumulate; on a GPU each matrix has a multiple of 16 bytes.
 
     Args (contiguous, two dimensions):
         out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
@@ -92,7 +92,7 @@ def matmul(
         bias        in   as out      (N,)    or None; added to every row; not with accumulate
         addend      in   as out      (M,N)   or None; other memory than out. Added before
                                              the product is rounded
-        alpha, beta                          factors of the product and of what is added
+        alpha, beta                          factors of the product and of the addend or out
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     """
@@ -115,8 +115,8 @@ def matmul(
 
 
 def _expect_batch(dev: Device, out: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
-    """Raise TypeError or ValueError for batched products in F32, with a bias or accumulate, or with
-    matrices that begin off 16 bytes on a GPU."""
+    """Raise TypeError for batched products in F32; ValueError for a bias or accumulate, or on a GPU
+    for matrices that are no multiple of 16 bytes. adds: True with a bias or accumulate."""
     if adds:
         raise ValueError("matmul: several products have no bias and no sum")
     for name, x in (("out", out), ("a", a), ("b", b)):
@@ -152,7 +152,7 @@ def matmul_fp8(
 ) -> None:
     """Row-major out = alpha * (scale_a * a) @ (scale_b * b)^T [+ bias] [+ addend], FP8 codes a, b.
 
-    Both have K last, the only form of FP8 operands in tensor cores before Blackwell.
+    K is the last dimension of a and b, as tensor cores before Blackwell need for FP8.
 
     Args (contiguous; N and K multiples of 16):
         out         out  F32 or BF16   (M,N)   F32 with accumulate; or ProductCodes without
@@ -202,7 +202,7 @@ def _choose(
     sizes: tuple,
     alpha: float,
 ) -> None:
-    """Launch the faster of two kernels; operands, sizes, alpha: as in _block_scaled."""
+    """Launch the faster of two kernels. operands, sizes, alpha: see _block_scaled."""
     out, a, b, _, _, bias, addend = operands
     *matrices, accumulate, fast = sizes
     types = (False, True, a.dtype, b.dtype, out.dtype)
@@ -213,14 +213,14 @@ def _choose(
     dev.choose(work, ways, kept=(out,) if accumulate else ())
 
 
-@cache  # the same few, launch after launch
+@cache  # launches repeat the same few products
 def _work(*product: Any) -> str:
-    """Key of a product's choice; arguments: those of Product."""
+    """Key of the choice of a product's kernel. product: arguments of Product."""
     return f"matmul_fp8 {Product(*product)}"
 
 
 def _fp8_cost(operands: tuple, sizes: tuple) -> Cost:
-    """Cost of either kernel; operands, sizes: as in _block_scaled."""
+    """Cost of either kernel. operands, sizes: see _block_scaled."""
     out, a, *_, addend = operands
     *matrices, accumulate, fast = sizes
     flags = {"accumulate": bool(accumulate), "fast": bool(fast), "addend": addend is not None}
@@ -235,7 +235,7 @@ def _may_be_block_scaled(dev: Device, a: Tensor, b: Tensor) -> bool:
 
 
 def _block_scales_bytes(a: Tensor, b: Tensor) -> int:
-    """Bytes of block scales; both operands read the same ones, all 1."""
+    """Number of bytes of block scales. All scales are 1, and both operands read the same bytes."""
     return scales_bytes(max(a.shape[0], b.shape[0]), a.shape[1])
 
 
@@ -281,7 +281,8 @@ MATMUL_INT8, MATMUL_INT8_ACCUMULATE = _adding_too(
 
 
 class Int8Tiles(NamedTuple):
-    """Tiles of a block of warps_m * warps_n warps, 64 rows and warp_n columns each."""
+    """Tile of a thread block: warps_m x warps_n warps compute WARP_M rows and warp_n columns each.
+    stages: steps of K in shared memory."""
 
     warps_m: int
     warps_n: int
@@ -290,12 +291,12 @@ class Int8Tiles(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
+        """(rows, columns) of a thread block's tile."""
         return WARP_M * self.warps_m, self.warp_n * self.warps_n
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a block."""
+        """Bytes of shared memory of a thread block."""
         return self.stages * sum(self.shape) * STEP
 
     @property
@@ -304,7 +305,7 @@ class Int8Tiles(NamedTuple):
         return {name.upper(): value for name, value in self._asdict().items()}
 
     def count(self, M: int, N: int) -> int:
-        """Blocks of a product."""
+        """Number of thread blocks of a product (M, N)."""
         rows, columns = self.shape
         return ceil_div(M, rows) * ceil_div(N, columns)
 
@@ -314,7 +315,7 @@ INT8_TILES = (Int8Tiles(4, 2, 64, 3), Int8Tiles(2, 4, 32, 4), Int8Tiles(1, 4, 16
 
 
 def tiles_of(M: int, N: int, num_sms: int) -> Int8Tiles:
-    """The largest tiles that give every multiprocessor a block, else the smallest ones."""
+    """The largest tiles that give every multiprocessor a block, else the smallest tiles."""
     for tiles in INT8_TILES:
         if tiles.count(M, N) >= num_sms:
             return tiles

@@ -41,7 +41,7 @@ from llmq.ops.quantize import fp8_scale, quantize_int8
 from llmq.runtime.device import Device
 
 Multiply = Callable[..., None]
-"""Enqueues a product without an epilogue: (out, bias=, accumulate=, addend=)."""
+"""Function (out, bias=, accumulate=, addend=) that enqueues a product without an epilogue."""
 
 ACTIVATIONS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "swiglu": (swiglu.forward, swiglu.backward),
@@ -68,13 +68,13 @@ class _Terms(NamedTuple):
 
     @property
     def added(self) -> dict[str, Tensor]:
-        """bias and addend, as far as given."""
+        """bias and addend by name, without those that are None."""
         both = {"bias": self.bias, "addend": self.addend}
         return {name: tensor for name, tensor in both.items() if tensor is not None}
 
     @property
     def library(self) -> Multiply:
-        """The product times alpha, by a kernel without an epilogue."""
+        """Function that enqueues the product times alpha by a kernel without an epilogue."""
         if self.few_rows:
             return partial(skinny.skinny, self.dev, a=self.a, b=self.b, alpha=self.alpha)
         if isinstance(self.b, Coded):
@@ -100,33 +100,34 @@ class _Terms(NamedTuple):
 
     @property
     def few_rows(self) -> bool:
-        """True if skinny.skinny computes the product: few rows, limited by reading the weight."""
+        """True if skinny.skinny computes the product, because it has few rows and reading the
+        weight takes most of the time."""
         forward = self.trans_b and not self.trans_a and isinstance(self.b, Tensor)
         return forward and skinny.takes(self.dev, self.a, self.b)
 
     @property
     def half(self) -> bool:
-        """True if sums are in half precision: E4M3_HALF codes, `fast`, and no alpha."""
+        """True if sums are in half precision: codes are E4M3_HALF, fast is True, and alpha is 1."""
         is_fp8 = self.fast and isinstance(self.b, Fp8) and self.alpha == 1
         return is_fp8 and self.left.dtype is self.right.dtype is E4M3_HALF
 
     @property
     def left(self) -> Tensor:
-        """The tensor of a that kernels read: fp8 codes have K last."""
+        """The tensor of operand a that kernels read: of fp8 codes, the layout with K last."""
         if not isinstance(self.a, Fp8):
             return self.a
         return self.a.transposed if self.trans_a else self.a.codes
 
     @property
     def right(self) -> Tensor:
-        """The tensor of b that kernels read."""
+        """The tensor of operand b that kernels read: of fp8 codes, the layout with K last."""
         if not isinstance(self.b, Fp8):
             return self.b
         return self.b.codes if self.trans_b else self.b.transposed
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Scales of fp8 codes a and b."""
+        """Scales of the fp8 codes a and b; None for other operands."""
         return (self.a.scale, self.b.scale) if isinstance(self.b, Fp8) else (None, None)
 
     def route(self, kind: str, out: DType | None = None) -> Route | None:
@@ -179,10 +180,10 @@ def product(
     """out = epilogue(alpha * a @ op(b) + hidden @ tail^T + bias + addend).
 
     Sums are F32. Without a fused kernel alpha * a @ op(b) + bias + addend is rounded before the
-    adapters' product is added. out: (M,N), as the epilogue says. a: (M,K), b: (K,N), or (N,K) with
-    trans_b: tensors, tensors to be quantized here, or codes; only b may be `Int8` or `Coded`. bias:
-    (N,), in out's dtype, BF16 for fp8 codes. addend: (M,N), like out, other memory; see
-    `accepts_addend`. fast: see `matmul_fp8`.
+    adapters' product is added. out: (M,N), the product before an activation. a: (M,K). b: (K,N), or
+    (N,K) with trans_b. Operands are tensors, tensors to be quantized here, or codes; only b may be
+    `Int8` or `Coded`. bias: (N,), in out's dtype; BF16 for fp8 codes. addend: (M,N), in out's
+    dtype but not in its memory; see `accepts_addend`. fast: see `matmul_fp8`.
     """
     terms = _Terms(dev, a, b, False, trans_b, adapters, bias, addend, fast, alpha)
     to = getattr(epilogue, "to", None)  # buffers of the activation, or of its gradient
@@ -227,9 +228,9 @@ def product(
 def weight_gradient(
     dev: Device, out: Accumulator, a: Operand, b: Operand, *, fast: bool = False, alpha: float = 1.0
 ) -> None:
-    """out (M,N) = or += alpha * a^T @ b; a (K,M) and b (K,N): operands as in `product`.
+    """out (M,N) = or += alpha * a^T @ b. a: (K,M), b: (K,N), operands as in `product`.
 
-    The product is rounded to BF16, and added to a BF16 out with stochastic rounding: the library's
+    For a BF16 out, the product is rounded to BF16 and added with stochastic rounding. The library's
     accumulation rounds to nearest, which loses small contributions. fast: see `matmul_fp8`.
     """
     terms = _Terms(dev, a, b, True, False, None, None, None, fast, alpha)
@@ -299,8 +300,8 @@ def accepts_addend(
 ) -> bool:
     """True if a product of an operand (M, K) in this dtype takes an addend.
 
-    False for int8, and for adapters (hidden (M, R)) with a product of their own: the residual
-    stream would then be rounded before their product is added."""
+    False for int8, and for adapters whose product has its own launch: the residual stream would be
+    rounded before this product is added. hidden: (M, R) of the adapters; None: no adapters."""
     if hidden is None or dtype == I8:
         return dtype != I8
     sizes = Sizes(*out.shape, K, dtype, out.dtype, hidden.shape[1])
@@ -308,7 +309,8 @@ def accepts_addend(
 
 
 def _matmul_rounded(terms: _Terms, out: Tensor, **added: Any) -> None:
-    """int8 product of tensors, quantized here with a scale for each row of a and column of b."""
+    """int8 product of tensors, which are quantized here with a scale for each row of op(a) and each
+    column of op(b)."""
     dev, a, b = terms.dev, terms.a, terms.b
     a_shape = turned(a.source.shape) if terms.trans_a else a.source.shape
     b_shape = b.source.shape if terms.trans_b else turned(b.source.shape)
@@ -328,12 +330,12 @@ def _matmul_rounded(terms: _Terms, out: Tensor, **added: Any) -> None:
 
 
 def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
-    """int8 products of a frozen weight with a scale for each row.
+    """int8 products with a frozen weight, whose codes have a scale for each row.
 
-        x @ weight^T     x as codes with a scale for each token; outliers, columns with an element
-                         beyond THRESHOLD, are multiplied in x's dtype
-        d_out @ weight   d_out times the scales of the weight's rows, as codes with a scale for
-                         each token
+        x @ weight^T     codes of x have a scale for each token; outliers, which are columns with an
+                         element beyond THRESHOLD, are multiplied in x's dtype
+        d_out @ weight   d_out is multiplied by the scales of the weight's rows, and then gets codes
+                         with a scale for each token
 
     Outliers depend on x alone, so that recomputation has the same bits.
     """
@@ -366,7 +368,7 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
 
 
 def _matmul_half(terms: _Terms, out: Tensor, *, bias: Tensor | None = None, **added: Any) -> None:
-    """Product with sums in half precision, by the grouped kernel with one expert."""
+    """Product with sums in half precision, computed by the grouped kernel with one expert."""
     left, right, row = terms.left, terms.right, bias and bias.view(1, bias.size)
     operands = left, right.view(1, *right.shape), None, *terms.scales
     grouped.grouped_matmul(terms.dev, out, *operands, trans_b=True, bias=row, half=True, **added)
@@ -375,7 +377,7 @@ def _matmul_half(terms: _Terms, out: Tensor, *, bias: Tensor | None = None, **ad
 def _memory_of(
     dev: Device, temps: ExitStack, out: Result | ProductOutput, epilogue: Epilogue
 ) -> Result:
-    """Memory of the product in front of its activation: the caller's, or scratch."""
+    """Memory for the product before its activation: the caller's memory, or scratch."""
     if not isinstance(out, ProductOutput):
         return out
     memory = out.tensor
@@ -388,7 +390,8 @@ def _memory_of(
 
 
 def _multiply_to_codes(terms: _Terms, out: ProductCodes) -> None:
-    """The library's product as codes; twice in the first step, which measures the scale."""
+    """Compute the library's product as codes. In the first step the product runs twice: first to
+    measure the scale, then to make the codes."""
     terms.library(out, **terms.added)
     if out.first is not None:
         fp8_scale.update(terms.dev, *out.first[:-1], factors=out.first.factor)
@@ -408,14 +411,15 @@ def add_dropped(
 
 
 def activate(dev: Device, x: Result, epilogue: Activated | ActivatedGradient) -> None:
-    """Activation of x, or gradient of the activation's input from x, the output's gradient."""
+    """Compute an activation of x, or from x, the gradient of an activation's output, the gradient
+    of its input."""
     (forward, backward), to = ACTIVATIONS[epilogue.name], epilogue.to
     if isinstance(epilogue, Activated):
         forward(dev, to.tensor, x, abs_max=to.abs_max, fp8=to.fp8)
         return
     up, again = epilogue.up, {"out": epilogue.again.tensor, "out_fp8": epilogue.again.fp8}
     if to.pending is not None and epilogue.name in GATED:
-        # Computed twice, which moves fewer bytes than writing a tensor and quantizing it.
+        # Two runs of the kernel move fewer bytes than writing a tensor and quantizing the tensor.
         codes = to.pending.codes or to.pending.transposed
         backward(dev, None, x, up, abs_max=to.abs_max)
         fp8_scale.now(dev, to.pending.scale, to.abs_max, codes.dtype)

@@ -120,7 +120,7 @@ class UpdateRule(ABC):
     """Rule by which gradients change weights. moments, matrix_states: the kept states, in the order
     of their memory. of_change: dtype of a change; None: the dtype of gradients. kinds: names of the
     kinds of updates; updates of one kind launch the same kernels. fixed: options that a continued
-    run takes from its checkpoint. begun: the step, counted from 0, at which the moments were
+    run must not change. begun: the step, counted from 0, at which the moments were
     zero."""
 
     moments: ClassVar[tuple[OptimizerState, ...]]
