@@ -1,15 +1,15 @@
-"""Low-rank adapters of rows of a matrix: all B matrices as one, and its gradient.
+"""Low-rank adapters of rows of a matrix: all B matrices as one matrix, and its gradient.
 
 Adapters of a fused matrix, such as queries, keys and values, share an input, so that all A lie
-below each other in one matrix (n * rank, in_features). With each B in columns of its own,
-h = x @ A^T and y += h @ B^T are two products, as for a single adapter:
+below each other in one matrix (n * rank, in_features). Each B has columns of its own in one matrix,
+so that all adapters need two products, h = x @ A^T and y += h @ B^T, as a single adapter does:
 
     rows of q | s_q B_q     0        0    | 0     columns: n * rank, padded to multiples
     rows of k |    0     s_k B_k     0    | 0     of COLUMN_MULTIPLE
     rows of v |    0        0     s_v B_v | 0
 
 With magnitudes (DoRA, Liu et al., arXiv 2402.09353) each adapted row w + s b A has a trained
-magnitude m, and a norm that counts as a constant in backward:
+magnitude m, and a norm, which backward treats as a constant:
 
     y_j = m_j / |w_j + s b_j A| * v_j + bias_j        v = x W^T + s h B^T
     d_v_j = d_y_j * m_j / |...|                       d_m_j = the sum of d_y_j * v_j / |...|
@@ -35,11 +35,11 @@ from llmq.runtime.device import Device, DeviceSpec
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
-NORM_ROWS = 16  # rows of a block, as in cu/product/adapter.cu
+NORM_ROWS = 16  # rows of a block of NORMS, as in cu/product/adapter.cu
 
 _SCALES = ", ".join(f"f32 scale{i}" for i in range(MAX_SPANS))
 _EDGES = ", ".join(f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS))
-_COUNT = "(" + " + ".join(f"stop{i} - start{i}" for i in range(MAX_SPANS)) + ")"  # of all spans
+_COUNT = "(" + " + ".join(f"stop{i} - start{i}" for i in range(MAX_SPANS)) + ")"  # rows in spans
 _REST = f"{_SCALES}, i32 rank, i32 columns, i64 rows, i64 period, {_EDGES}"
 _WHOLE, _B = "T[rows,columns] whole", f"T[rows//period*{_COUNT},rank] b"
 EXPAND = Kernel("product/adapter.cu", "adapter_expand", f"out {_WHOLE}, {_B}, {_REST}")
@@ -62,10 +62,10 @@ COLUMNS = Kernel(
 def expand(
     dev: Device, whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
 ) -> None:
-    """whole = scale * B of each span, in the span's rows and columns of its own; elsewhere zero.
+    """Write scale * B of each span to the span's rows and columns of `whole`, and zero elsewhere.
 
-    groups: number of matrices below each other in whole and b, each with these spans. b: of all
-    spans, below each other. whole: padded_columns() columns.
+    groups: number of matrices below each other in whole and b, each with these spans. b: the B
+    matrices of all spans, below each other. whole: has padded_columns() columns.
 
     Cost:    whole, a few megabytes, written once; one launch.
     """
@@ -77,7 +77,7 @@ def expand(
 def collect(
     dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
 ) -> None:
-    """b = scale * the elements of `whole` that expand takes from b: the gradient of expand."""
+    """Gradient of expand: b = scale * those elements of `whole` that expand writes from b."""
     sizes = _sizes(whole, b, spans, scales, groups)
     dev.launch(COLLECT, ceil_div(b.size, THREADS), THREADS, (b, whole, *sizes))
 
@@ -85,11 +85,11 @@ def collect(
 def norms(
     dev: Device, out: Tensor, w: Tensor, a: Tensor, b: Tensor, spans: Spans, scales: Sequence[float]
 ) -> None:
-    """out = |w + scale * b a| of each row of a span, in F32, 0 elsewhere.
+    """out = the norm of each row of w + scale * b a in a span, in F32; 0 for other rows.
 
-    b: of all spans, below each other. a: padded_columns() rows.
+    b: the B matrices of all spans, below each other. a: has padded_columns() rows.
 
-    Cost:    w read once, and rank multiplications an element; one launch.
+    Cost:    w read once, and rank multiplications per element; one launch.
     """
     (rows, K), rank = NORMS.dims(w=w), b.shape[1]
     expect_spans("adapter.norms", spans, rows)
@@ -106,17 +106,19 @@ def scale(
     magnitudes: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """out = x * magnitudes / norms + bias by column; x + bias where norms are 0. out may be x."""
+    """out = x * magnitudes / norms + bias in each column, and x + bias in columns with norm 0. out
+    may be x."""
     _columns(dev, out, x, None, norms, magnitudes, bias)
 
 
 def magnitude_gradient(dev: Device, out: Tensor, x: Tensor, y: Tensor, norms: Tensor) -> None:
-    """out = x * y / norms by column, 0 where norms are 0: the terms of d_m, from d_y and v."""
+    """out = x * y / norms in each column, 0 in columns with norm 0. With x = d_y and y = v these
+    are the terms of d_m."""
     _columns(dev, out, x, y, norms, None, None)
 
 
 def _columns(dev: Device, out: Tensor, x: Tensor, *others: Tensor | None) -> None:
-    """others: y, norms, magnitudes, bias."""
+    """Launch COLUMNS. others: y, norms, magnitudes, bias."""
     rows, columns = COLUMNS.dims(x=x)
     blocks = ceil_div(x.size * x.dtype.itemsize, VECTOR_BYTES * THREADS)
     dev.launch(COLUMNS, blocks, THREADS, (out, x, *others, rows, columns))
@@ -125,7 +127,7 @@ def _columns(dev: Device, out: Tensor, x: Tensor, *others: Tensor | None) -> Non
 def _sizes(
     whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int
 ) -> tuple[float, ...]:
-    """Arguments of expand and collect behind the tensors."""
+    """Arguments of EXPAND and COLLECT after the tensors."""
     rows, period, rank = whole.shape[0], whole.shape[0] // groups, b.shape[1]
     expect_spans("adapter", spans, period)
     columns = padded_columns(len(spans), rank)
@@ -144,14 +146,15 @@ def _padded_edges(spans: Spans) -> tuple[int, ...]:
 #
 #    d_h = scale * d_out @ B           d_B = scale * d_out^T @ h
 
-MAX_RANK = 64  # beyond it, partial sums are as large as d_out
-MULTIPLE = 8  # columns: 16-byte copies of BF16
+MAX_RANK = 64  # for larger ranks, partial sums would be as large as d_out
+MULTIPLE = 8  # divisor of columns, for 16-byte copies of BF16
 WARPS = 8
 STEP_ROWS = 128  # rows of d_out in a stage of shared memory
 FINISH_THREADS = 256
-# Compute capabilities, times 10, with at least 163 KiB of shared memory a block; others have 99.
+# Compute capabilities, times 10, with at least 163 KiB of shared memory per block; others have 99
+# KiB.
 LARGE_SHARED = (80, 87, 90, 100, 103, 110)
-FULL = 0.75  # share of busy multiprocessors that takes all of memory's bandwidth
+FULL = 0.75  # share of busy multiprocessors from which memory's whole bandwidth is used
 
 _ENDS = ", ".join(f"i32 end{i}" for i in range(MAX_SPANS))
 PARTIALS = Kernel(
@@ -171,8 +174,8 @@ FINISH = Kernel(
 
 
 class Tiles(NamedTuple):
-    """Tiles of a block: 16 * pieces rows for each row of warps, `chunk` columns at a time.
-    rank_warps: warps that share rows and have different ranks."""
+    """Tiles of a thread block. pieces: pieces of 16 rows that a warp computes. chunk: columns that
+    a block reads at a time. rank_warps: number of warps that share rows and divide the ranks."""
 
     pieces: int
     chunk: int
@@ -185,7 +188,8 @@ class Tiles(NamedTuple):
 
 
 def _tiles(rank: int) -> tuple[Tiles, ...]:
-    """Tiles whose sums fit into registers: with many rows, and with few, for small problems."""
+    """Tiles whose sums fit into registers: first tiles with many rows, then tiles with few rows,
+    for small problems."""
     if rank <= 16:
         return Tiles(8, 64, 1), Tiles(2, 64, 1)
     if rank <= 32:
@@ -194,8 +198,8 @@ def _tiles(rank: int) -> tuple[Tiles, ...]:
 
 
 class Layout(NamedTuple):
-    """Grid of PARTIALS. split_columns: columns of a split. ends: last split, plus 1, of each span.
-    groups: blocks over rows. ranks: columns of partial sums."""
+    """Grid of PARTIALS. split_columns: columns of a split. ends: index of each span's last split,
+    plus 1. groups: number of blocks along rows. ranks: columns of partial sums."""
 
     tiles: Tiles
     split_columns: int
@@ -204,12 +208,13 @@ class Layout(NamedTuple):
     ranks: int
 
     def partial_elements(self, rows: int, b_rows: int) -> int:
-        """Elements of both kinds of partial sums."""
+        """Number of elements of both kinds of partial sums."""
         return self.ranks * (self.ends[-1] * rows + self.groups * b_rows)
 
 
 def _layout(tiles: Tiles, rows: int, lengths: tuple[int, ...], rank: int, num_sms: int) -> Layout:
-    """Layout with the longest splits that give every multiprocessor a block."""
+    """Layout with the longest splits that still give every multiprocessor a block. lengths: columns
+    of each span."""
     groups = ceil_div(rows, tiles.block_rows)
     chunks = [ceil_div(length, tiles.chunk) for length in lengths]
     most = max(len(chunks), num_sms // groups)
@@ -223,7 +228,7 @@ def _layout(tiles: Tiles, rows: int, lengths: tuple[int, ...], rank: int, num_sm
 
 @cache
 def layout(rows: int, spans: Spans, rank: int, num_sms: int) -> Layout:
-    """Layout that takes the least time, by the bytes of d_out and of partial sums."""
+    """The layout of least time, estimated from the bytes of d_out and of partial sums."""
     lengths = tuple(stop - start for start, stop in spans)
     b_rows = sum(lengths)
 
@@ -237,15 +242,15 @@ def layout(rows: int, spans: Spans, rank: int, num_sms: int) -> Layout:
 
 
 def stages(spec: DeviceSpec, tiles: Tiles) -> int:
-    """Stages of d_out in shared memory, the one in use included."""
+    """Number of stages of d_out in shared memory, including the stage in use."""
     if spec.capability not in LARGE_SHARED:
         return 2
     return 5 if tiles.chunk == 64 else 8
 
 
 def shared_bytes(tiles: Tiles, rank: int, count: int) -> int:
-    """Bytes of shared memory of a block with `count` stages: stages, h, b, and sums of warps."""
-    units = 2 if rank <= 16 else 4 if rank <= 32 else 8  # of 8 ranks, in a row of h and b
+    """Bytes of shared memory of a block: `count` stages, h, b, and sums of warps."""
+    units = 2 if rank <= 16 else 4 if rank <= 32 else 8  # groups of 8 ranks in a row of h and b
     steps = tiles.block_rows // STEP_ROWS
     b_slots = (count - 1) // steps + 1
     ring = count * STEP_ROWS * tiles.chunk * BF16.itemsize
@@ -265,7 +270,8 @@ def _consts(tiles: Tiles, rank: int, spec: DeviceSpec) -> dict[str, int]:
 
 
 def takes(dtype: DType, N: int, spans: Spans, rank: int) -> bool:
-    """True if the fused `backward` supports dtype, N, spans and rank; else use two products."""
+    """True if `backward` supports these arguments; else use two products. dtype, N: dtype and
+    columns of d_out."""
     aligned = not any(edge % MULTIPLE for edge in (N, *chain(*spans)))
     return dtype == BF16 and rank <= MAX_RANK and aligned
 
@@ -280,14 +286,14 @@ def backward(
     spans: Spans,
     scale: float,
 ) -> None:
-    """d_h = scale * d_out @ B, and d_b = or += scale * d_out^T @ h, of each span.
+    """For each span d_h = scale * d_out @ B, and d_b = or += scale * d_out^T @ h.
 
-    Summed in F32 in a fixed order, scaled, and rounded once. ValueError unless `takes`.
+    Sums are added in F32 in a fixed order, scaled, and rounded once. ValueError unless `takes`.
 
-    d_h, h: padded_columns() columns, zeros behind the spans' ranks. d_b, b: of all spans, below
-    each other. spans: of columns of d_out.
+    d_h, h: have padded_columns() columns, zero after the spans' ranks. d_b, b: matrices of all
+    spans, below each other. spans: ranges of columns of d_out.
 
-    Cost:    d_out read once; two launches; partial sums of `layout`, F32, as workspace.
+    Cost:    d_out read once; two launches; F32 partial sums, see `layout`, as workspace.
     """
     op, spans = "adapter_backward", tuple(map(tuple, spans))
     (rows, N), (b_rows, rank) = PARTIALS.dims(d_out=d_out), b.shape
@@ -322,5 +328,5 @@ def backward(
             ceil_div(d_h.size, FINISH_THREADS) + ceil_div(target.size, FINISH_THREADS),
             FINISH_THREADS,
             (d_h, target, h_partial, b_partial, scalars, int(accumulate), salt, *sizes),
-            consts=_consts(_tiles(rank)[0], rank, dev.spec),  # of any tiles: compiled once
+            consts=_consts(_tiles(rank)[0], rank, dev.spec),  # one compilation for all tiles
         )

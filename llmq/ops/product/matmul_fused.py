@@ -1,11 +1,11 @@
-"""Hopper's matrix products with their epilogue in one launch.
+"""Matrix products on Hopper, with their epilogue in one launch.
 
     x = alpha * scale_a * scale_b * (a @ b^T) + h @ tail^T     and out = epilogue(x)
 
 Separate kernels would write x, read x for the adapters' product h @ tail^T and write x again, and
 read x for the epilogue. Here adapters are the last tiles of the sum, and an epilogue takes the
-sums, rounded as x would be, while the next tile is multiplied. Sums are F32; fp8 codes are added
-with fast accumulation (`ops.product.matmul.matmul_fp8`), except in `gradient`.
+sums, rounded as x would be, while the next tile is multiplied. Sums are F32; products of fp8 codes
+are summed with fast accumulation (`ops.product.matmul.matmul_fp8`), except in `gradient`.
 
 Operands of all functions: contiguous, rows of multiples of 16 bytes; compute capability 9.0.
 
@@ -51,26 +51,26 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, formats
 
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of one mma instruction's depth
-MAX_EXPERTS, GROUPED_DEPTH = 512, 64  # of `grouped`: experts, divisor of K as outer dimension
+MAX_EXPERTS, GROUPED_DEPTH = 512, 64  # of `grouped`: experts; divisor of K if K is outermost
 GRADIENT_COLUMNS = 64  # divisor of F in `swiglu_backward`, whose warps share these columns
-# Without fast accumulation the tensor cores' sum, of 14 significant bits, is added to an F32 sum
-# after PART_STEPS steps of 128.
+# Without fast accumulation, the tensor cores' sum of 14 significant bits is added to an F32 sum
+# after PART_STEPS steps of 128 terms.
 PART_STEPS = 4
 
-# Bytes of shared memory: of a block, of barriers and alignment, of a tile's three boxes, of two
-# boxes of transposed codes, of 16 rows of a box.
+# Bytes of shared memory for: a block, barriers and alignment, a tile's three boxes, two boxes of
+# transposed codes, 16 rows of a box.
 SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 16384, 2048
 LINE = 128  # bytes of K in a tile
-ALL_CODES = "A=bf16|e4m3|e5m2, B=bf16|e4m3|e5m2"  # not e5m2 twice
-OUTSIDE = 32  # rows of half a tile with K as outer dimension
+ALL_CODES = "A=bf16|e4m3|e5m2, B=bf16|e4m3|e5m2"  # a and b must not both be e5m2
+OUTSIDE = 32  # rows of half a tile whose outer dimension is K
 
 
 @cache
 def _kernel(
     entry: str, shapes: tuple[str, str, str], boxes: tuple[int, int, int], own: str, types: str
 ) -> Kernel:
-    """shapes: of a, b and tail. boxes: rows of a box of a and h, of b, of tail. own: arguments
-    beside the operands. types: as in Kernel."""
+    """Declaration of a kernel. shapes: shapes of a, b and tail. boxes: rows of a TMA box of a and
+    h, of b, and of tail. own: arguments beside the operands. types: see Kernel."""
     (a, b, tail), (a_rows, b_rows, tail_rows) = shapes, boxes
     return Kernel(
         "product/matmul_fused.cu",
@@ -85,8 +85,9 @@ def _kernel(
 
 
 class _Product(NamedTuple):
-    """Operands and sizes of a product. b_outside, tail_outside: True if K is the outer dimension.
-    shapes: of a, b and tail in the declaration. types: dtypes of A and B, as in Kernel."""
+    """Operands and sizes of a product. b_outside, tail_outside: True if K is the outer dimension of
+    b, and R of tail. shapes: shapes of a, b and tail in the declaration. types: dtypes of A and B,
+    see Kernel."""
 
     operands: tuple[Tensor | None, ...]
     M: int
@@ -115,9 +116,9 @@ class _Product(NamedTuple):
         alpha: float = 1.0,
         experts: int = 0,
     ) -> _Product:
-        """transposed: with BF16, tail is (R, N) and b is (K, N). experts: number of experts, whose
-        matrices lie below each other in b and tail; 0: no experts. TypeError or ValueError for
-        operands that no declaration describes."""
+        """Return a product of these operands. transposed: True if tail is (R, N), and a BF16 b is
+        (K, N). experts: number of experts, whose matrices lie below each other in b and tail; 0: no
+        experts. TypeError or ValueError for operands that no declaration describes."""
         expect_scales(op, a, b, scale_a, scale_b)
         if (a.dtype in FP8) is not (b.dtype in FP8) or (h is None) is not (tail is None):
             raise TypeError(f"{op}: fp8 codes multiply fp8 codes, and h needs tail")
@@ -147,10 +148,11 @@ class _Product(NamedTuple):
         count: int | None = None,
         a_rows: int = 128,
     ) -> None:
-        """own, args: the kernel's arguments beside the operands. columns: of a tile; paired: up and
-        gate have half each. beside: bytes of shared memory beside the stages of a and b,
-        which fill the rest. count: tiles of all results, unless those of (M, N). a_rows: rows of a
-        box of a."""
+        """Launch the kernel `entry`. own: declaration of its arguments beside the operands. args:
+        values of these arguments. columns: columns of a tile. paired: True if up and gate have half
+        of these columns each. beside: bytes of shared memory beside the stages of a and b, which
+        fill the rest. count: number of tiles; None: tiles of one result (M, N). a_rows: rows of a
+        TMA box of a."""
         N = self.N // (1 + paired)
         tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
         pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
@@ -197,7 +199,7 @@ def adapted(
         out         out  BF16  (M,N)
         bias        in   BF16  (N,)    or None
         addend      in   BF16  (M,N)   or None; other memory than out
-        transposed                     out = a @ b + h @ tail, but for fp8 codes b
+        transposed                     tail is (R,N), and a BF16 b (K,N)
 
     Cost:    2*M*N*(K+R) FLOPs; one launch.
     """
@@ -273,7 +275,7 @@ def grouped(
         threads=384,
         beside=8 * CHUNK,
         consts={"BIAS": int(bias is not None), "GROUPED": 1, "TAIL_ROWS": p.rank},
-        count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # no routing has more
+        count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # most tiles of any routing
         a_rows=TILE_ROWS // 4,
     )
 
@@ -281,7 +283,8 @@ def grouped(
 def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts: Tensor) -> None:
     """acc[e] (M,N) = or += a^T @ b over the rows of expert e.
 
-    Experts without rows get 0, or keep acc. Rounding: as in `grouped.grouped_gradient`.
+    An expert without rows gets 0, or keeps acc if it accumulates. Rounding: see
+    `grouped.grouped_gradient`.
 
     Args (beside those of all; M and N multiples of 8):
         acc     inout  Accumulator BF16 (E,M,N)
@@ -328,7 +331,7 @@ def gradient(
 ) -> None:
     """acc.tensor += BF16(alpha * scale_a * scale_b * (a @ b^T)), or = without acc.accumulate.
 
-    Same bits as the product, and `reduce.add` behind it.
+    The result has the same bits as the product followed by `reduce.add`.
 
     Args (a and b are fp8 codes, b E4M3):
         acc.tensor   inout  BF16  (M,N)   sums are rounded stochastically
@@ -375,10 +378,10 @@ def swiglu(
 ) -> None:
     """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate).
 
-    Same bits as `adapted` (fp8: with fast accumulation), which rounds up_gate, and `swiglu.forward`
-    behind it. With gelu out = up * gelu(gate).
+    Results have the same bits as `adapted`, which rounds up_gate, followed by `swiglu.forward`.
+    With gelu out = up * gelu(gate).
 
-    Args (a: BF16 or E4M3; N is 2F, the rows of up and then those of gate; M, F multiples of 16):
+    Args (a: BF16 or E4M3; N is 2F: rows of up, then rows of gate; M, F multiples of 16):
         up_gate     out    BF16   (M,2F)  [up | gate] along the last dimension; or None
         out         out    BF16   (M,F)   may be None with fp8
         abs_max     inout  F32    (1,)    or None; raised to the largest |out|
@@ -434,11 +437,11 @@ def swiglu_backward(
     out_fp8: Fp8Out | None = None,
     alpha: float = 1.0,
 ) -> None:
-    """d_up_gate of d_out = x, with the same bits as `adapted` and `swiglu.backward` behind it.
+    """d_up_gate from d_out = x, with the same bits as `adapted` followed by `swiglu.backward`.
 
-    Args (N is F, of codes b E4M3; M a multiple of 16, F of 64):
+    Args (N is F; b is BF16 or E4M3; M a multiple of 16, F of 64):
         d_up_gate  out    BF16  (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
-        b          in           (K,F)   codes (F,K): they are transposed
+        b          in           (K,F)   codes are transposed, (F,K)
         up_gate    in     BF16  (M,2F)
         tail       in     BF16  (R,F)   or None, with h
         abs_max    inout  F32   (1,)    or None; raised to the largest |d_up_gate|

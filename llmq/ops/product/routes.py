@@ -1,7 +1,7 @@
-"""Rules for fused kernels in the place of a library product and its epilogue.
+"""Rules by which a fused kernel replaces a library product and its epilogue.
 
-A rule depends on device, formats and sizes, not on measurements, so that plans have the launches of
-runs. LLMQ_FUSED replaces the part of a rule that says what is faster (`Device.fused`).
+A rule depends on device, formats and sizes, not on measurements, so that plans and runs have the
+same launches. LLMQ_FUSED overrides the rules' conditions about speed (`Device.fused`).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ from llmq.runtime.device import HOST_SPEC, Device
 
 
 class Sizes(NamedTuple):
-    """Sizes and dtypes of a product (M, N) with sums over K. N: F of a gated activation. a, out:
-    dtypes of operand and result. rank: columns of the adapters; 0: no adapters."""
+    """Sizes and dtypes of a product (M, N) with sums over K. N: F if a gated activation follows. a,
+    out: dtypes of operand a and of the result. rank: columns of the adapters; 0: no adapters."""
 
     M: int
     N: int
@@ -34,13 +34,14 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A fused kernel, and the rule that says where it is launched.
+    """A fused kernel, and the rule for its use.
 
-    kernel: one of FUSED. a: dtypes of operand a. out: dtype of the result, None: any. aligned:
-    numbers that must be multiples of 16, mostly bytes of rows. columns: divisor of N. rows, least:
-    M and N from which the kernel is faster than two kernels; faster: further condition.
-    fast: True if sums of fp8 codes have fewer bits, and need permission. bias: True if it takes a
-    bias. exact: True if it has the bits of two kernels (tests/model/test_product.py).
+    kernel: name of the kernel, one of FUSED. a: dtypes of operand a. out: dtype of the result;
+    None: any. aligned: returns numbers that must be multiples of 16, mostly bytes of rows. columns:
+    returns a divisor of N. rows, least: M and N from which the kernel is faster than two kernels.
+    faster: a further condition for being faster. fast: True if sums of fp8 codes have fewer bits,
+    which needs permission. bias: True if the kernel takes a bias. exact: True if results have the
+    bits of two kernels (tests/model/test_product.py).
     """
 
     kernel: str
@@ -57,11 +58,11 @@ class Route:
 
 
 def _fills_turns(dev: Device, sizes: Sizes) -> bool:
-    """True if the last wave of clusters wastes little beside the saved traffic.
+    """True if idle clusters in the last wave cost less time than the saved traffic.
 
-    Idle clusters cost time in proportion to K; the saving, one read and write of the result, does
-    not depend on K. So idle share times bytes of a row of a is bounded
-    (h100_gemm_tail.md, and whole steps: docs/decisions/kernels.md)."""
+    Idle clusters cost time in proportion to K. The saving, one read and write of the result, does
+    not depend on K. So the idle share times the bytes of a row of operand a has a bound
+    (h100_gemm_tail.md; for whole steps docs/decisions/kernels.md)."""
     if sizes.N >= MANY_COLUMNS:
         return True
     M, N, row = sizes.M, sizes.N, sizes.row
@@ -69,8 +70,8 @@ def _fills_turns(dev: Device, sizes: Sizes) -> bool:
 
 
 def _uses_turns(dev: Device, sizes: Sizes) -> bool:
-    """True if K hides the addition, and tiles fill the waves. Else the library is faster, which
-    splits K and has other tile sizes."""
+    """True if K is large enough to hide the addition, and tiles fill the waves. Else the library is
+    faster, because it splits K and has other tile sizes."""
     M, N = sizes.M, sizes.N
     tiles = Tiles.of(dev, M, N)
     used = tiles.count / tiles.computed
@@ -80,7 +81,7 @@ def _uses_turns(dev: Device, sizes: Sizes) -> bool:
 
 MANY_COLUMNS, MOST_IDLE = 8192, 2400
 MIN_DEPTH = 4096
-# Least shares: of the waves' clusters with a tile, of the tiles' elements within the result.
+# Least share of the waves' clusters that have a tile, and of the tiles' elements in the result.
 LEAST_USED, LEAST_FILLED = 0.87, 0.93
 
 # By kind of epilogue; "adapters": adapters, bias and addend, without an epilogue.
@@ -94,10 +95,10 @@ ROUTES = {
         faster=_fills_turns,
         fast=True,
         bias=True,
-        exact=False,  # adapters are rounded with the rest
+        exact=False,  # the sum with adapters is rounded once, not twice
     ),
-    # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept.
-    # Fewer rows would leave cores idle in the last turn.
+    # Measured with at least 4,096 rows and at least these columns, in fp8 and bf16; no table is
+    # kept. Fewer rows would leave multiprocessors idle in the last wave.
     "glu": Route(
         kernel="matmul_swiglu",
         a=(BF16, E4M3),
@@ -122,13 +123,13 @@ ROUTES = {
         aligned=lambda s: (2 * s.N, s.K),
         faster=_uses_turns,
     ),
-    # Beside the kernel for all cards since Ampere: h200_grouped.md.
+    # Compared with the kernel for all cards since Ampere in h200_grouped.md.
     "grouped": Route(
         kernel="matmul_grouped",
         a=(BF16, E4M3, E5M2),
         out=BF16,
-        aligned=lambda s: (2 * s.N, 2 * s.K, s.K // 4, 2 * s.rank),  # K: of 64
-        least=64,  # adapters have fewer
+        aligned=lambda s: (2 * s.N, 2 * s.K, s.K // 4, 2 * s.rank),  # K: a multiple of 64
+        least=64,  # products of adapters have fewer columns
         fast=True,
         bias=True,
     ),
@@ -141,10 +142,10 @@ ROUTES = {
 def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route | None:
     """The route for an epilogue on a device and a product of these sizes; None: two kernels.
 
-    fast: True if sums of fp8 codes may have fewer bits. LLMQ_FUSED overrides speed, and permits the
-    CPU. Several ranks have the routes, and so the bits, of one rank: no product waits for another
-    block, and a block whose multiprocessor runs a collective starts later
-    (docs/decisions/collectives.md)."""
+    fast: True if sums of fp8 codes may have fewer bits. LLMQ_FUSED overrides conditions about
+    speed, and permits the CPU. Several ranks have the same routes, and so the same bits, as one
+    rank. This is safe beside collectives: no thread block waits for another block, and a block
+    whose multiprocessor runs a collective only starts later (docs/decisions/collectives.md)."""
     route = ROUTES.get(kind)
     if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
         return None

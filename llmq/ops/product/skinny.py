@@ -1,4 +1,4 @@
-"""Products of few rows, which the memory of their weights limits: each weight is read once."""
+"""Products of few rows, which take the time of reading the weight. Each weight is read once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
-MOST_ROWS = 16  # of a, in a block
-MOST_CODED_ROWS = 64  # of codes, of which more are decoded once for all of them
-WARPS = 8  # of a block, each of which sums a part of K
-TILE = 8  # rows of b
-RESIDENT = {1: 4, 2: 3}  # blocks of a multiprocessor, by tiles in a block
-CODED_FEATURES = 2 * TILE  # rows of codes for the left of the tensor cores, see SPREAD
+MOST_ROWS = 16  # most rows of a
+MOST_CODED_ROWS = 64  # rows of a for which a block decodes once, at most
+WARPS = 8  # warps of a block, each of which sums a part of K
+TILE = 8  # rows of b in a tile
+RESIDENT = {1: 4, 2: 3}  # blocks per multiprocessor, by the number of tiles in a block
+CODED_FEATURES = 2 * TILE  # rows of codes that are the left operand of tensor cores, see SPREAD
 
 SKINNY = Kernel(
     "product/skinny.cu",
@@ -59,7 +59,7 @@ BYTES = Kernel(
 
 
 def takes(dev: Device, a: Tensor, b: Tensor) -> bool:
-    """Whether this is the kernel for a product of these tensors on the device."""
+    """True if `skinny` is the kernel for a product of these tensors on the device."""
     few = a.shape[0] <= MOST_ROWS and dev.spec.capability > 0
     aligned = a.shape[1] * a.dtype.itemsize % VECTOR_BYTES == 0
     return few and aligned and a.dtype is b.dtype is BF16
@@ -77,7 +77,7 @@ def skinny(
 ) -> None:
     """out (M,N) = alpha * a @ b^T [+ bias] [+ addend], summed in F32 and rounded once.
 
-    A row's bits depend on no other row, nor on how many there are.
+    A row's bits do not depend on other rows, nor on the number of rows.
 
     Args (contiguous; K a multiple of 8):
         out     out  F32 or BF16  (M,N)   M at most MOST_ROWS
@@ -103,19 +103,20 @@ def skinny(
 
 
 class Block(NamedTuple):
-    """A block of the products of codes. tiles: of a's rows, for which a block decodes once; spread:
-    of b's rows, for which a block reads a once."""
+    """Sizes of a thread block for products with codes. tiles: tiles of a's rows, for which a block
+    decodes once. spread: groups of CODED_FEATURES rows of b, for which a block reads a once."""
 
     tiles: int
     spread: int
 
     @classmethod
     def of(cls, dev: Device, M: int, rows: int, E: int) -> Block:
-        """For about as many rows of a as each of E matrices has, of so many rows."""
+        """Return the block for M rows of a, which E matrices of `rows` rows share about equally."""
         each = min(ceil_div(M, E) * (1 if E == 1 else 2), MOST_CODED_ROWS)
         tiles = 1 << (ceil_div(each, TILE) - 1).bit_length()
         blocks = E * ceil_div(rows, 2 * CODED_FEATURES)
-        few = dev.spec.num_sms * (3 if tiles > 2 else 4) // 4  # a is read less, and fewer sums wait
+        # With a wider spread, blocks read a less often, and fewer sums wait.
+        few = dev.spec.num_sms * (3 if tiles > 2 else 4) // 4
         return cls(tiles, 2 if blocks >= few else 1)
 
     @property
@@ -124,7 +125,8 @@ class Block(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes: codes of all threads' stages, or the sums of all warps."""
+        """Bytes of shared memory, which holds codes of all threads' stages, or sums of all
+        warps."""
         stages = 4 if self.spread == 1 else 2
         sums = WARPS * TILE * self.tiles * (CODED_FEATURES + 1) * 4
         return max(stages * 2 * self.spread * WARP * WARPS * VECTOR_BYTES, sums)
@@ -145,11 +147,11 @@ def skinny_nf4(
     addend: Tensor | None = None,
     alpha: float = 1.0,
 ) -> None:
-    """`skinny` of any number of rows and a matrix b (N,K) of NF4 codes: weights are those that
-    four_bits.decode rounds to BF16. K: a multiple of 64.
+    """`skinny` for any number of rows, and a matrix b (N,K) of NF4 codes. Codes are decoded as by
+    four_bits.decode, rounded to BF16. K: a multiple of 64.
 
-    b: or E matrices (E,N,K), of one run. starts: I32 (E + 1,), ascending from 0 to M: rows of a
-    that each of them multiplies. bias: (E,N) then.
+    b: may also be E matrices (E,N,K) of one run. Then bias is (E,N), and starts, I32 (E + 1,),
+    ascends from 0 to M: matrix e multiplies rows [starts[e], starts[e + 1]) of a.
 
     Cost:    codes and scales of matrices that have rows, read once for each 64 rows; a launch for
              each of b's runs.
@@ -183,7 +185,7 @@ def skinny_mxfp4(
     addend: Tensor | None = None,
     alpha: float = 1.0,
 ) -> None:
-    """`skinny_nf4` of MXFP4 codes, whose values BF16 has. K: a multiple of 32.
+    """`skinny_nf4` for MXFP4 codes, whose values are exact in BF16. K: a multiple of 32.
 
     Cost:    codes of matrices that have rows, read once for each 64 rows; one launch.
     """
@@ -213,8 +215,8 @@ def skinny_bytes(
     addend: Tensor | None = None,
     alpha: float = 1.0,
 ) -> None:
-    """`skinny_nf4` of codes of a byte, which are multiplied exactly; scales are factors of sums. K:
-    a multiple of 16.
+    """`skinny_nf4` for codes of one byte, which are multiplied exactly. Scales multiply the sums.
+    K: a multiple of 16.
 
     Cost:    codes of matrices that have rows, read once for each 64 rows; a launch for each of b's
              runs.
@@ -240,5 +242,6 @@ _MULTIPLY = {Nf4: skinny_nf4, Mxfp4: skinny_mxfp4, Bytes: skinny_bytes}
 
 
 def coded(dev: Device, out: Tensor, a: Tensor, b: Coded, *args: Tensor, **how: Any) -> None:
-    """The product with codes by the kernel of their format; arguments: as of these."""
+    """Compute a product with codes b by the kernel of b's format. args, how: arguments of this
+    kernel."""
     _MULTIPLY[type(b)](dev, out, a, b, *args, **how)
