@@ -1,1 +1,1 @@
-"""Norms, activations, embeddings, and operations on each element or column alone: launchers."""
+"""Launchers of norms, activations, embeddings, and operations on single elements or columns."""

@@ -1,4 +1,4 @@
-"""Time between two points of a stream, added up on the device, also in CUDA graphs."""
+"""Time between two points of a stream, summed on the device; works in CUDA graphs, too."""
 
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
@@ -14,5 +14,6 @@ def start(dev: Device, at: Tensor) -> None:
 
 
 def stop(dev: Device, total: Tensor, at: Tensor) -> None:
-    """total += milliseconds since `start` wrote at. At least one launch lies between the two."""
+    """total += milliseconds since `start` wrote `at`. At least one launch must lie between `start`
+    and `stop`."""
     dev.launch(STOP, 1, 1, (total, at))

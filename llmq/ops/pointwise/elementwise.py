@@ -7,7 +7,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-PER_THREAD = 8  # elements
+PER_THREAD = 8  # elements of a thread
 
 ADD = Kernel("pointwise/elementwise.cu", "add", "out T[*n] out, T[*n] a, T[*n] b, i64 n")
 SCALE = Kernel("pointwise/elementwise.cu", "scale", "out T[*n] out, T[*n] x, T[1] by, i64 n")
@@ -31,7 +31,7 @@ _COPIED = {
     "gpu": "channels % 8, out_first % 8, x_first % 8, out_columns % 8, x_columns % 8",
 }
 COPY_COLUMNS = Kernel("pointwise/elementwise.cu", "copy_columns", f"out {_COPY}", **_COPIED)
-# The same entry; declared apart because it reads what it adds to.
+# The same entry has its own declaration for addition, because addition also reads out.
 ADD_COLUMNS = Kernel("pointwise/elementwise.cu", "copy_columns", f"inout {_COPY}", **_COPIED)
 CONVERT = Kernel("pointwise/elementwise.cu", "convert", "out D[*n] out, S[*n] x, i64 n")
 FILL = Kernel("pointwise/elementwise.cu", "fill", "out T[*n] x, f32 value, i64 n")
@@ -52,7 +52,7 @@ def multiply(
 ) -> None:
     """out[r, i + c] = a[r, j + c] * b[r, k + c] for all c < channels, rounded to nearest.
 
-    at: (i, j, k). Other columns of out stay. out may be a with i = j, or b with i = k.
+    at: (i, j, k). Other columns of out stay as they are. out may be a if i = j, or b if i = k.
     """
     rows, *columns = MULTIPLY.dims(out=out, a=a, b=b)
     blocks = ceil_div(rows * channels, THREADS * PER_THREAD)
@@ -62,7 +62,7 @@ def multiply(
 def copy_columns(
     dev: Device, out: Tensor, x: Tensor, channels: int, at: tuple[int, int], *, add: bool = False
 ) -> None:
-    """out[r, i + c] = x[r, j + c] for all c < channels; with add: added to out, rounded to nearest.
+    """out[r, i + c] = x[r, j + c] for all c < channels; with add, += rounded to nearest.
 
     at: (i, j). Other columns of out stay as they are.
     """
@@ -84,7 +84,7 @@ def fill(dev: Device, x: Tensor, value: float) -> None:
 
 # -- Normally distributed random numbers, for initial weights
 
-PER_COUNTER = 4  # elements: one Philox call
+PER_COUNTER = 4  # elements from one Philox call
 
 RANDOM_NORMAL = Kernel(
     "pointwise/elementwise.cu",
@@ -97,7 +97,8 @@ RANDOM_NORMAL = Kernel(
 def normal(dev: Device, out: Tensor, std: float, seed: int, first_index: int = 0) -> None:
     """out[i] ~ N(0, std^2), a function of seed (64 bits) and first_index + i.
 
-    Ranks that fill shards of a tensor get its elements: out begins at first_index of the tensor.
+    first_index: element of a whole tensor at which out begins, so that ranks fill their shards with
+    the tensor's elements.
     """
     counters = ceil_div(first_index % PER_COUNTER + out.size, PER_COUNTER)
     seeds = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
@@ -113,7 +114,7 @@ _ARGS = (
 )
 _RULES = {"where": "n % per_sequence", "gpu": "per_sequence % 8"}
 DROPOUT = Kernel("pointwise/elementwise.cu", "dropout", f"out {_ARGS}", **_RULES)
-# The same entry, declared apart because it reads out.
+# The same entry has its own declaration for addition, because addition also reads out.
 DROPOUT_ADD = Kernel("pointwise/elementwise.cu", "dropout", f"inout {_ARGS}", **_RULES)
 
 
@@ -128,14 +129,14 @@ def dropout(
     sequences: int,
     add: bool = False,
 ) -> None:
-    """out = x / (1 - probability) where an element is kept, else 0; with add: added to out.
+    """out = x / (1 - probability) for kept elements, 0 for others; with add, += instead of =.
 
     An element's random number is a function of the step's seed and number, the salt, the number of
     its sequence in the step (scalars: first_sequence + sequence_stride * local number), and its
     index in the sequence. The gradient of x is the same function of the gradient of out.
 
-    out may be x. probability: of an element to become 0. salt: distinguishes tensors. sequences:
-    number of sequences in x.
+    out may be x. probability: probability that an element becomes 0. salt: distinguishes tensors.
+    sequences: number of sequences in x.
     """
     if not 0 <= probability < 1:
         raise ValueError(f"dropout: probability must be in [0, 1), got {probability}")
@@ -173,8 +174,8 @@ EXCHANGE = Kernel(
 def average(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay: float) -> None:
     """average += (1 - d) * (param - average), with d = min(decay, (1 + step) / (10 + step)).
 
-    The smaller decay at the start lets the average forget the first weights. scalars.skip_update
-    leaves average unchanged.
+    The smaller decay at the start lets the average forget the first weights. If scalars.skip_update
+    is set, average stays as it is.
     """
     n = average.size
     args, blocks = (average, param, scalars, decay, n), ceil_div(n, AVERAGE_THREADS * PER_THREAD)
@@ -182,10 +183,10 @@ def average(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay:
 
 
 def exchange_average(dev: Device, average: Tensor, param: Tensor, *, back: bool) -> None:
-    """Replace param by the average, rounded to nearest; with back restore both.
+    """Replace param by the average, rounded to nearest; with back, restore param and average.
 
-    Lossless and without more memory: between the two calls average holds bits of both, and must not
-    be read.
+    The exchange is lossless and needs no more memory. Between the two calls average holds bits of
+    both tensors, and must not be read.
     """
     args, n = (average, param, int(back), average.size), average.size
     dev.launch(EXCHANGE, ceil_div(n, AVERAGE_THREADS * PER_THREAD), AVERAGE_THREADS, args)

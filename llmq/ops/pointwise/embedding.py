@@ -1,4 +1,4 @@
-"""Token (and learned position) embeddings, and their deterministic gradients."""
+"""Embeddings of tokens and learned positions, and their deterministic gradients."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ SORT_THREADS = 1024
 # Constants of cu/pointwise/embedding.cu.
 WIDTH = 8  # channels of a thread
 SLICE = 32 * WIDTH  # channels of a warp
-CHUNK = 32  # sorted tokens of a warp
+CHUNK = 32  # sorted tokens that a warp sums
 FINISH_CHUNKS = 4  # chunks that a block finishes
 
 FORWARD = Kernel(
@@ -62,7 +62,8 @@ BACKWARD_DOCUMENTS = Kernel(
 
 
 def num_buckets(n: int) -> int:
-    """Blocks that sort n tokens: a power of two, at most 128, at least about 128 tokens each."""
+    """Number of thread blocks that sort n tokens: a power of two, at most 128. A block has about
+    128 tokens or more."""
     return min(128, 1 << (ceil_div(n, 128) - 1).bit_length())
 
 
@@ -75,10 +76,10 @@ def forward(
     scale: float = 1.0,
     starts: Tensor | None = None,
 ) -> None:
-    """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[t - starts[b, t]]).
+    """out[b, t] = T(weight[tokens[b, t]] * scale) (+ position_weight[t - starts[b, t]]).
 
-    scale: rounded to out's dtype. starts: where each token's document starts, negative for a
-    document that began before these tokens; None: 0. Ids are not checked.
+    scale: rounded to out's dtype. starts: position where each token's document starts, negative for
+    a document that began before these tokens; None: 0. Ids are not checked.
     """
     B, T, C = FORWARD.dims(out=out)
     scale = _rounded(scale, out)
@@ -102,11 +103,12 @@ def backward(
 ) -> None:
     """d_weight[id - first_id] += scale * sum of d_out[b, t] over (b, t) with tokens[b, t] == id.
 
-    Sums in F32, in the order of (b, t). Rows of absent ids stay, and so does row `padding`, torch's
-    padding_idx. Ids without a row in d_weight have no gradient. scale: as in forward. vocab: larger
-    than any id, unchecked; None: first_id + rows. d_weight must accumulate.
+    Terms are added in F32, in the order of (b, t). Rows of absent ids and row `padding` (torch's
+    padding_idx) stay as they are. Ids without a row in d_weight have no gradient. scale: see
+    forward. vocab: a number larger than any id, not checked; None: first_id + rows. d_weight must
+    accumulate.
 
-    Workspace: 8 bytes a token, and C / 4 bytes a token for the sums of frequent ids.
+    Workspace: 8 bytes per token, and C / 4 bytes per token for the sums of frequent ids.
     """
     (n, C), scale = BACKWARD.dims(d_out=d_out), _rounded(scale, d_out)
     weight, accumulate, scalars, salt = d_weight
@@ -142,9 +144,9 @@ def backward(
 def backward_positions(
     dev: Device, d_position: Accumulator, d_out: Tensor, starts: Tensor | None = None
 ) -> None:
-    """d_position[p] = sum of d_out[b, t] where t - starts[b, t] = p, in the order of (b, t).
+    """d_position[p] = or += sum of d_out[b, t] over (b, t) with t - starts[b, t] = p, in order.
 
-    Rows >= T are zeroed unless accumulating. starts: as in forward.
+    Rows >= T are zeroed unless d_position accumulates. starts: see forward.
     """
     B, T, C = BACKWARD_POSITIONS.dims(d_out=d_out)
     target, accumulate, scalars, salt = d_position
@@ -168,5 +170,5 @@ def backward_positions(
 
 
 def _rounded(scale: float, x: Tensor) -> float:
-    """scale rounded to the dtype of x, as in HF."""
+    """Return scale rounded to the dtype of x, as in HF."""
     return float(np.float32(scale).astype(x.dtype.numpy))

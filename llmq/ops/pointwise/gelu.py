@@ -51,7 +51,7 @@ BACKWARD_FP8 = Kernel(
 
 
 def grid(size: int, itemsize: int) -> int:
-    """Blocks for `size` elements: every thread handles VECTORS vectors of 16 bytes."""
+    """Number of thread blocks for `size` elements: a thread has VECTORS vectors of 16 bytes."""
     return ceil_div(size * itemsize, VECTOR_BYTES * THREADS * VECTORS)
 
 
@@ -68,10 +68,10 @@ def forward(
 
     With relu2 out = max(x, 0)^2.
 
-    out may be x, or None with fp8, out in FP8: rows a multiple of 4, columns of 16. abs_max is
-    raised to the largest |out|.
+    out: may be x, or None with fp8. fp8: gets out in FP8; rows must be a multiple of 4, columns of
+    16. abs_max: raised to the largest |out|.
 
-    Cost:    one launch; with fp8 no more bytes than the codes.
+    Cost:    one launch; fp8 adds only the bytes of the codes.
     """
     op = "gelu.forward"
     consts = abs_max_consts(abs_max) | NOT_AGAIN | {"RELU2": int(relu2)}
@@ -99,9 +99,9 @@ def backward(
 ) -> None:
     """d_x = d_out * gelu'(x), computed in F32; with relu2 d_out * 2 max(x, 0).
 
-    d_x may be x or d_out, or None with fp8. fp8, abs_max: of d_x, as in forward. out, out_fp8: take
-    forward's output again, in the same launch and bits; out may be x or d_out, and out_fp8 has
-    transposed E4M3 codes only.
+    d_x: may be x or d_out, or None with fp8. fp8, abs_max: get codes and the largest |d_x|, as in
+    forward. out, out_fp8: get forward's output again, bit for bit, in the same launch; out may be x
+    or d_out, and out_fp8 has transposed E4M3 codes only.
     """
     op = "gelu.backward"
     if d_x is None and fp8 is None:

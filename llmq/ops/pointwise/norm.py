@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm over the channels, alone and fused with a residual addition.
 
-Calls with a mean (and a bias) are LayerNorm's, those without are RMSNorm's.
+A call with mean and bias computes LayerNorm; a call without computes RMSNorm.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from llmq.ops.common import (
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 
-# Last arguments of the kernels, which _Launch.results fills.
+# Declaration of the kernels' last arguments; _Launch.results has the values.
 ROW_ARGS = "inout f32[1]? abs_max, out Q[rows,C]? codes, f32[1]? scale, inout i32[1]? saturated"
 ROW_LIMITS = f"C % 8, C <= {MAX_COLUMNS}"
 NORM_FORWARD = Kernel(
@@ -56,15 +56,15 @@ NORM_BACKWARD = Kernel(
     gpu=ROW_LIMITS,
 )
 
-# Vectors of a lane: as many as backward kernels have registers for, with SM_WARPS on an SM.
+# Most vectors of a lane: backward kernels have no more registers with SM_WARPS warps per SM.
 RMS_LANE_VECTORS, LAYER_LANE_VECTORS = {BF16: 4, F32: 4}, {BF16: 3, F32: 4}
-# Forward: more blocks than run at once, so that loads of new blocks fill the gaps of old ones.
+# Forward has more blocks per SM than run at once, so that loads of new blocks overlap old blocks.
 # BF16 on an H100, in shares of a copy's bandwidth: RMSNorm of (32768, 896) 92 %, 80 % with 8
 # blocks; LayerNorm of (32768, 768) 84 %, 73 % with 8 blocks.
 FORWARD_BLOCKS = 64
-SM_WARPS = 16  # backward's, limited by registers
-CROWDED_SM_WARPS = 12  # backward's with codes and the most vectors in a lane
-BLOCK_WARPS = 4  # at least; in larger blocks more warps wait for the slowest
+SM_WARPS = 16  # warps per SM in backward, limited by registers
+CROWDED_SM_WARPS = 12  # warps per SM in backward with codes and the most vectors in a lane
+BLOCK_WARPS = 4  # least warps of a block; in larger blocks more warps wait for the slowest warp
 
 
 def forward(
@@ -88,9 +88,9 @@ def forward(
                    with offset                           out = T(rstd * x * (1 + weight))
         LayerNorm  rstd = 1 / sqrt(variance(x) + eps)    out = T((x - mean) * rstd * weight + bias)
 
-    offset, for RMSNorm only, rounds as HF's Gemma3. once: so without the offset. LayerNorm has mean
-    and bias, RMSNorm neither.
-    out may be None with fp8, out in FP8, not transposed. abs_max is raised to the largest |out|.
+    offset: for RMSNorm only; rounds as HF's Gemma3. once: rounds as with offset, but multiplies by
+    weight. mean, bias: for LayerNorm only. out: may be None with fp8. fp8: gets out in FP8, not
+    transposed. abs_max: raised to the largest |out|.
     """
     op = "norm.forward"
     _check(op, mean, bias, out, fp8)
@@ -119,9 +119,9 @@ def forward_residual(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """residual_out = T(residual + branch); out, mean and rstd: forward's, with x = residual_out.
+    """residual_out = T(residual + branch), followed by `forward` of x = residual_out.
 
-    residual_out may be residual.
+    residual_out: may be residual. Other arguments: see forward.
     """
     op = "norm.forward_residual"
     _check(op, mean, bias, out, fp8)
@@ -146,11 +146,11 @@ def post(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """out = T(residual + T(rstd * x * weight)), rounded as in HF's Olmo2. residual None: no sum.
+    """out = T(residual + T(rstd * x * weight)), rounded as in HF's Olmo2.
 
-    The gradient of x is `backward` without d_residual; the residual's gradient is out's.
+    `backward` without d_residual gives the gradient of x; the gradient of the residual is d_out.
 
-    offset, abs_max, fp8: as in forward. out may be residual.
+    residual: None: nothing is added. offset, abs_max, fp8: see forward. out: may be residual.
     """
     _check("norm.post", None, None, out, fp8)
     rows, C = NORM_POST.dims(x=x)
@@ -176,7 +176,7 @@ def backward(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
-    """Gradients of the norm; d_residual, the gradient of x past the norm, is added to d_x.
+    """Gradients of the norm. d_residual, x's gradient from other readers than the norm, is added.
 
         d_norm = d_out * weight        x_hat = (x - mean) * rstd, or x * rstd in RMSNorm
         d_x = T(rstd * (d_norm - mean(d_norm) - x_hat * mean(d_norm * x_hat)) + d_residual),
@@ -184,8 +184,8 @@ def backward(
         d_weight = or += sum over rows of d_out * x_hat        d_bias = or += of d_out
         offset: 1 + weight in place of weight
 
-    d_x may be d_residual. Only LayerNorm has mean and d_bias. fp8: d_x in FP8, beside d_x, not
-    transposed. abs_max is raised to the largest |d_x|.
+    d_x: may be d_residual. mean, d_bias: for LayerNorm only. fp8: gets d_x in FP8, beside d_x, not
+    transposed. abs_max: raised to the largest |d_x|.
 
     Cost:    three reads and one write of (rows,C); one launch, and one for each parameter's
              gradient, with F32 (blocks, C) of workspace each.
@@ -241,8 +241,8 @@ def _launch(
     *,
     backward: bool = False,
 ) -> _Launch:
-    """Launch over the rows of x, with results of x's shape. TypeError for transposed codes, which
-    blocks with few rows would write in pieces of less than 32 bytes, and for LayerNorm's offset."""
+    """Launch over the rows of x, with results of x's shape. TypeError for an offset in LayerNorm,
+    and for transposed codes, which blocks of few rows would write in pieces below 32 bytes."""
     if mean is not None and offset:
         raise TypeError(f"{op}: offset must be False with mean")
     rows, C = x.shape

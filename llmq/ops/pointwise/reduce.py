@@ -1,4 +1,4 @@
-"""Sums of tensors into a gradient, and column sums, the gradient of a bias."""
+"""Sums of tensors that are added to a gradient, and column sums for the gradient of a bias."""
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
@@ -7,7 +7,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-PER_THREAD = 8  # elements
+PER_THREAD = 8  # elements of a thread
 MAX_PARTS = 8
 
 _PARTS = ", ".join(f"T[*n]? part{i}" for i in range(MAX_PARTS))
@@ -20,19 +20,19 @@ REDUCE_SUM = Kernel(
 
 
 def add(dev: Device, acc: Accumulator, x: Tensor) -> None:
-    """acc.tensor += x, or = x where acc.accumulate is false; rounded as by `sum_parts`."""
+    """acc.tensor += x, or = x if acc.accumulate is False; rounded as in `sum_parts`."""
     sum_parts(dev, acc, [x])
 
 
 def sum_parts(dev: Device, acc: Accumulator, parts: list[Tensor], first: int = 0) -> None:
     """acc.tensor = (acc.tensor if acc.accumulate else 0) + parts[0] + parts[1] + ...
 
-    Added in this order in F32 and rounded once: stochastically if acc.tensor is BF16 and there is
-    an addition, else to nearest.
+    The terms are added in this order in F32, and the sum is rounded once: stochastically if
+    acc.tensor is BF16 and there is an addition, else to nearest.
 
-    parts: 1 to 8 tensors of one dtype and of acc.tensor's shape, in device or pinned memory; one
-    may be acc.tensor. first: first element of acc.tensor in the slab whose random numbers it uses,
-    a multiple of 128.
+    parts: 1 to 8 tensors of one dtype and of acc.tensor's shape, in device or pinned memory; one of
+    the tensors may be acc.tensor. first: element of a slab at which acc.tensor begins, a multiple
+    of 128; random numbers depend on the element of the slab.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"reduce: parts must be 1 to {MAX_PARTS} tensors, got {len(parts)}")
@@ -54,15 +54,15 @@ LANES = 16  # threads across a tile, 16 bytes each; LANES in cu/pointwise/reduce
 
 
 def bias_grid(rows: int, N: int, width: int, num_sms: int) -> tuple[int, int]:
-    """(tiles of columns, splits of the rows): 3 blocks per multiprocessor, which run at once, with
-    at least 64 rows a split, four per thread. width: columns of a thread."""
+    """(tiles of columns, splits of rows) for 3 blocks per multiprocessor, which run at once. A
+    split has at least 64 rows, four per thread. width: columns of a thread."""
     tiles = ceil_div(N, width * LANES)
     splits = max(1, min(3 * num_sms // tiles, rows // 64))
     return tiles, ceil_div(rows, ceil_div(rows, splits))  # no split is empty
 
 
 def bias_gradient(dev: Device, d_bias: Accumulator, d_out: Tensor) -> None:
-    """d_bias = sum of d_out over all but the last dimension, in F32 in a fixed order.
+    """d_bias = or += sum of d_out over all but the last dimension, in F32 in a fixed order.
 
     Cost:    d_out read once, by elements unless a row is a multiple of 16 bytes; two launches;
              F32 (splits, N) of workspace.

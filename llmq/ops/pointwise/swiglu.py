@@ -59,7 +59,8 @@ BACKWARD_CODED = replace(BACKWARD_FP8, types="T=bf16, U=e4m3, D=e4m3|e5m2")
 
 
 def grid(size: int, itemsize: int) -> int:
-    """Blocks for `size` output elements: every thread handles VECTORS vectors of 16 bytes."""
+    """Number of thread blocks for `size` output elements: a thread has VECTORS vectors of 16
+    bytes."""
     return ceil_div(size * itemsize, VECTOR_BYTES * THREADS * VECTORS)
 
 
@@ -74,11 +75,11 @@ def forward(
 ) -> None:
     """out = up * gate * sigmoid(gate), or with gelu up * gelu(gate), GeGLU's tanh approximation.
 
-    Computed in F32. up_gate: [up | gate] along the last dimension, or the codes of a product, E4M3
-    with BF16 out. fp8: gets the FP8 codes of out, and then out may be None; rows must be a multiple
-    of 4, F of 16. abs_max is raised to the largest |out|.
+    Computed in F32. up_gate: [up | gate] along the last dimension, or a product's E4M3 codes, with
+    BF16 out. fp8: gets the FP8 codes of out, and then out may be None; rows must be a multiple of
+    4, F of 16. abs_max: raised to the largest |out|.
 
-    Cost:    one launch; with fp8 no more bytes than the codes.
+    Cost:    one launch; fp8 adds only the bytes of the codes.
     """
     op = "swiglu.forward"
     if out is None and fp8 is None:
@@ -110,11 +111,11 @@ def backward(
     out: Tensor | None = None,
     out_fp8: Fp8Out | None = None,
 ) -> None:
-    """d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate); with gelu, of GeGLU.
+    """d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate); with gelu, GeGLU's gradients.
 
-    up_gate and d_out are both tensors, or both codes of products, without out. d_up_gate, [d_up |
-    d_gate], may be up_gate. fp8 and abs_max receive d_up_gate's codes and largest |value|, as in
-    forward; with either one d_up_gate may be None. out, out_fp8: get forward's output again, bit
+    up_gate, d_out: both tensors, or both codes of products, and then out must be None. d_up_gate:
+    [d_up | d_gate]; may be up_gate. fp8, abs_max: get d_up_gate's codes and largest |value|, as in
+    forward; with one of these d_up_gate may be None. out, out_fp8: get forward's output again, bit
     for bit, in the same launch. out may be d_out. out_fp8 gets transposed E4M3 codes only.
     """
     op = "swiglu.backward"
@@ -144,11 +145,11 @@ def backward(
 
 
 def _codes_and_tensor(x: Tensor | ProductCodes) -> tuple[ProductCodes | None, Tensor]:
-    """The record of codes or None, and the tensor that the kernel reads."""
+    """(record of a product's codes or None, tensor that the kernel reads)."""
     return (x, x.codes) if isinstance(x, ProductCodes) else (None, x)
 
 
-# -- SwiGLU's gradient with a weight for each row, as experts have
+# -- SwiGLU's gradient with a weight for each row, for experts
 
 WEIGHTED_BACKWARD = Kernel(
     "pointwise/swiglu.cu",
@@ -215,9 +216,9 @@ CLAMPED_BACKWARD = Kernel(
 
 
 def clamped_forward(dev: Device, out: Tensor, pairs: Tensor, alpha: float, limit: float) -> None:
-    """out = (u + 1) * g * sigmoid(alpha * g), with g at most limit, u from -limit to limit.
+    """out = (u + 1) * g * sigmoid(alpha * g), with g clamped to at most limit, u to +-limit.
 
-    pairs: g0 u0 g1 u1 ... along the last dimension; NaN stays NaN.
+    pairs: g0 u0 g1 u1 ... along the last dimension. NaN stays NaN.
     """
     blocks = ceil_div(out.nbytes, VECTOR_BYTES * THREADS)
     dev.launch(CLAMPED_FORWARD, blocks, THREADS, (out, pairs, out.size, alpha, limit))

@@ -1,9 +1,9 @@
-"""NF4: 4-bit codes of weights, a scale for each 64 of them, and 8-bit codes of these scales.
+"""NF4: 4-bit codes of weights, a scale for each 64 weights, and 8-bit codes of the scales.
 
-A matrix, in memory order, is cut into blocks of 64 elements. A block is stored as its scale, the
-largest absolute value, and a code for each element, one of 16 levels between -1 and 1; two codes
-are a byte. The scales of a matrix, minus their mean, are quantized likewise in groups of 256, with
-256 levels. This is the QLoRA paper's format (Dettmers et al., 2023) with bitsandbytes' codes.
+A matrix, in memory order, is cut into blocks of 64 elements. A block's scale is its largest
+absolute value. A code stands for one of 16 levels between -1 and 1; a byte holds two codes. The
+scales of a matrix, minus their mean, are quantized in the same way in groups of 256, with 256
+levels. This is the QLoRA paper's format (Dettmers et al., 2023) with bitsandbytes' codes.
 """
 
 from llmq.base.tensor import Tensor
@@ -13,7 +13,7 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
 PER_THREAD, DECODED = 8, 16  # elements that a thread encodes and decodes
-NUM_LEVELS = 256  # of the codes of scales
+NUM_LEVELS = 256  # number of levels for the codes of scales
 
 _OF_MODULES = (
     "u8[M*n//2] codes, u8[M*n//64] scale_codes, f32[M*((n//64 + 255)//256)] groups, f32[M] mean, "
@@ -43,13 +43,13 @@ DECODE_FP8 = Kernel(
 
 
 def sizes(n: int) -> tuple[int, int, int]:
-    """Return the bytes of the codes of n elements, the number of blocks, the number of groups."""
+    """Return (bytes of codes, number of blocks, number of groups) of n elements."""
     return n // 2, n // BLOCK, ceil_div(n // BLOCK, GROUP)
 
 
 def quantize(dev: Device, codes: Tensor, scales: Tensor, x: Tensor) -> None:
-    """Write the codes of x, two neighbours a byte, the first in the higher bits, and scales, the
-    largest |x| of each block."""
+    """Write the codes of x and the scales, the largest |x| of each block. A byte holds the codes of
+    two neighbours, the first in the higher bits."""
     dev.launch(QUANTIZE, _blocks(x.size), THREADS, (codes, scales, x, x.size))
 
 
@@ -58,8 +58,8 @@ def quantize_scales(
 ) -> None:
     """Write the codes of scales, and for each group the scale of these codes.
 
-    groups: the largest |scale - mean|. mean: of all scales of the matrix. levels:
-    ref.four_bits.scale_levels().
+    groups: out, the largest |scale - mean| of each group. mean: mean of the matrix's scales.
+    levels: ref.four_bits.scale_levels().
     """
     count = scales.size
     args = (codes, groups, scales, mean, levels, count)
@@ -76,12 +76,12 @@ def decode(
     levels: Tensor,
     fp8_scale: Tensor | None = None,
 ) -> None:
-    """Write decoded values to out, rounded to out's dtype; E4M3 out gets values / fp8_scale.
+    """Write decoded values to out, rounded to out's dtype. An E4M3 out gets values / fp8_scale.
 
-    Modules of one size follow one another, each with its own groups and mean. fp8_scale: if out is
-    E4M3.
+    Modules of one size follow one another, each with its own groups and mean. fp8_scale: F32 (1,)
+    if out is E4M3, else None.
 
-    Cost:    half a byte read, out written; one launch.
+    Cost:    half a byte read per element, out written; one launch.
     """
     count, n = mean.size, out.size // mean.size
     args = (codes, scale_codes, groups, mean, levels, n)
@@ -96,10 +96,10 @@ def _blocks(n: int) -> int:
     return ceil_div(n, THREADS * PER_THREAD)
 
 
-# -- MXFP4: four bits for each weight, and a power of two for 32 of them
+# -- MXFP4: a 4-bit code for each weight, and a power of two for 32 weights
 # (`ref/quantize/four_bits.py`)
 #
-# Encoding decoded values gives the same codes: files of such codes are kept without loss.
+# Encoding decoded values gives the same codes, so that files of such codes are kept without loss.
 
 ENCODE_MXFP4 = Kernel(
     "quantize/four_bits.cu",
@@ -116,8 +116,8 @@ DECODE_MXFP4 = Kernel(
 
 
 def encode_mxfp4(dev: Device, codes: Tensor, exponents: Tensor, x: Tensor) -> None:
-    """Write the codes of x, two neighbours a byte, the first in the lower bits, and the exponents
-    of its blocks. x: finite."""
+    """Write the codes of x and the exponents of its blocks. A byte holds the codes of two
+    neighbours, the first in the lower bits. x: finite."""
     dev.launch(ENCODE_MXFP4, _blocks(x.size), THREADS, (codes, exponents, x, x.size))
 
 

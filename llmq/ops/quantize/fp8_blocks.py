@@ -1,4 +1,4 @@
-"""E4M3 codes with a scale for each block of 128 rows and 128 columns, as DeepSeek's files have."""
+"""E4M3 codes with a scale for each block of 128 rows and 128 columns, as in DeepSeek's files."""
 
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
@@ -25,16 +25,16 @@ DECODE = Kernel(
 
 
 def encode(dev: Device, codes: Tensor, scales: Tensor, x: Tensor) -> None:
-    """Write the codes of x (rows, columns) and the scales of its blocks, row by row."""
+    """Write the codes of x (rows, columns), and the scales of its blocks in row-major order."""
     rows, columns = x.shape
     grid = ceil_div(columns, BLOCK), ceil_div(rows, BLOCK)
     dev.launch(ENCODE, grid, THREADS, (codes, scales, x, rows, columns))
 
 
 def decode(dev: Device, out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write the decoded values to out, rounded to its dtype. out, codes: (modules, rows, columns).
+    """Write decoded values to out, rounded to out's dtype. out, codes: (modules, rows, columns).
 
-    Cost:    one byte read for each element, out written; one launch.
+    Cost:    one byte read per element, out written; one launch.
     """
     modules, rows, columns = out.shape
     grid = ceil_div(rows * columns, THREADS * DECODED), modules

@@ -8,7 +8,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-STRIDE = 4  # elements from one tensor's scale to the next: products need 16-byte alignment
+STRIDE = 4  # elements from one scale to the next, because products need 16-byte alignment
 
 UPDATE = Kernel(
     "quantize/fp8_scale.cu",
@@ -28,7 +28,7 @@ COUNT = Kernel(
 
 
 def slots(table: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the slot (1,) of each tensor, by its name, in a table of n * STRIDE elements."""
+    """Return the slot (1,) of each name in a table of n * STRIDE elements."""
     flat = table.view(table.size)
     return {name: flat.rows(i * STRIDE, i * STRIDE + 1) for i, name in enumerate(names)}
 
@@ -42,13 +42,14 @@ def update(
     *,
     factors: Tensor | None = None,
 ) -> None:
-    """Add a step to the history, and set scale = largest of the history / limit.
+    """Add a step to the history, and set scale = largest value of the history / limit.
 
-    Values up to this largest one then become codes up to limit. scale is 1 if all values of the
-    history are zero. A largest value that is not finite counts as 0.
+    Values up to this largest value then become codes up to limit. scale is 1 if all values of the
+    history are zero. A largest |x| that is not finite counts as 0.
 
-    history: largest |x|, oldest step first. limits: positive. abs_maxes: of the added step; None:
-    add no step. factors: 1 / scale. Only the first element of each row of four is used.
+    history: largest |x| of each step and tensor, oldest step first. limits: positive. abs_maxes:
+    largest |x| in the added step; None: add no step. factors: out, 1 / scale. Only the first
+    element of each row of four is used.
     """
     length, n = UPDATE.dims(history=history)
     args = (scales, factors, history, abs_maxes, limits, length, n)
@@ -56,8 +57,8 @@ def update(
 
 
 def now(dev: Device, scale: Tensor, abs_max: Tensor, dtype: DType) -> None:
-    """Set scale as `quantize` does, for kernels that write codes: max(abs_max, 1e-10) / MAX, the
-    largest finite value of codes of this dtype."""
+    """Set scale = max(abs_max, 1e-10) / MAX, as `quantize` does, for kernels that write codes. MAX
+    is the largest finite value of the codes' dtype."""
     dev.launch(NOW, 1, 1, (scale, abs_max, FP8_MAX[dtype]))
 
 
@@ -76,7 +77,7 @@ def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> N
 # -- Largest |x| of a tensor whose kernel has not recorded it
 
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
-BLOCKS_PER_SM = 8  # fill a multiprocessor
+BLOCKS_PER_SM = 8  # number of thread blocks that fill a multiprocessor
 
 ABS_MAX = Kernel(
     "quantize/fp8_scale.cu", "abs_max", "inout f32[1] abs_max, T[*n] x, i64 n", where="n >= 1"
@@ -95,19 +96,20 @@ SCALES = Kernel(
 
 
 def grid(nbytes: int, num_sms: int) -> int:
-    """Return the blocks for a tensor of this many bytes; they loop once the GPU is full."""
+    """Return the number of thread blocks for a tensor of `nbytes` bytes, at most as many as fill
+    the GPU; blocks loop over the tensor."""
     return min(ceil_div(nbytes, PER_BLOCK), BLOCKS_PER_SM * num_sms)
 
 
 def abs_max(dev: Device, abs_max: Tensor, x: Tensor) -> None:
-    """Set abs_max = max(abs_max, largest |x|); NaN counts as largest. abs_max: not negative; zero
-    it before the first of several tensors."""
+    """Set abs_max = max(abs_max, largest |x|); NaN counts as largest. abs_max: not negative; must
+    be zero before the first of several tensors."""
     dev.launch(ABS_MAX, grid(x.nbytes, dev.num_sms), THREADS, (abs_max, x, x.size))
 
 
 def combine(dev: Device, out: Tensor, gathered: Tensor) -> None:
-    """Set out[i] = the largest gathered[rank * n + i] over ranks; NaN counts as largest. gathered:
-    not negative."""
+    """Set out[i] to the largest gathered[rank * n + i] over all ranks; NaN counts as largest.
+    gathered: not negative."""
     n = out.size
     world_size = gathered.size // n if n else 0
     dev.launch(COMBINE, ceil_div(n, THREADS), THREADS, (out, gathered, world_size, n))

@@ -1,7 +1,7 @@
-"""NVFP4: 4-bit codes of weights (E2M1), a scale (E4M3) for each 16, and an F32 factor of a module.
+"""NVFP4: 4-bit codes of weights (E2M1), an E4M3 scale for 16 weights, an F32 factor per module.
 
-A module, in memory order, is cut into blocks of 16 elements. This is the format of NVIDIA's
-published checkpoints; `ref/quantize/nvfp4.py` has its rule.
+A module, in memory order, is cut into blocks of 16 elements. NVIDIA's published checkpoints have
+this format; `ref/quantize/nvfp4.py` has the rule for scales and factors.
 """
 
 from llmq.base.tensor import Tensor
@@ -28,17 +28,18 @@ DECODE = Kernel(
 def encode(
     dev: Device, codes: Tensor, scales: Tensor, factor: Tensor, x: Tensor, abs_max: Tensor
 ) -> None:
-    """Write the codes of x, two neighbours a byte, the first in the lower bits; the scales of its
-    blocks; and the factor of the module, which follows from abs_max, its largest |x|."""
+    """Write the codes of a module x, the scales of its blocks, and the module's factor. A byte
+    holds the codes of two neighbours, the first in the lower bits. abs_max: F32 (1,), the module's
+    largest |x|, from which the factor follows."""
     args = (codes, scales, factor, x, abs_max, x.size)
     dev.launch(ENCODE, ceil_div(x.size, THREADS * PER_THREAD), THREADS, args)
 
 
 def decode(dev: Device, out: Tensor, codes: Tensor, scales: Tensor, factors: Tensor) -> None:
-    """Write the decoded values to out, rounded to its dtype. Modules of one size follow one
-    another, each with its factor.
+    """Write decoded values to out, rounded to out's dtype. Modules of one size follow one another,
+    each with its own factor.
 
-    Cost:    9/16 byte read for each element, out written; one launch.
+    Cost:    9/16 byte read per element, out written; one launch.
     """
     n = out.size // factors.size
     grid = ceil_div(n, THREADS * DECODED), factors.size

@@ -1,4 +1,5 @@
-"""BF16 or F32 to FP8, with one scale for the whole tensor; and the transpose of FP8 matrices."""
+"""Conversion of BF16 or F32 to FP8 with one scale for the whole tensor, and transposition of FP8
+matrices."""
 
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
@@ -7,7 +8,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-PER_BLOCK = 4 * 8 * THREADS  # elements: OCTETS times eight per thread, as in quantize.cu
+PER_BLOCK = 4 * 8 * THREADS  # elements of a block: OCTETS * 8 per thread, as in quantize.cu
 CODES_TILE = 128  # rows and columns of a tile of transpose_codes; CodesTile in cu/fp8.cuh
 
 _MATRIX = "rows % 4, rows >= 1, cols % 16, cols >= 1"
@@ -45,20 +46,21 @@ DEQUANTIZE = Kernel(
 
 
 def grid(size: int) -> int:
-    """Return the blocks that quantize this many elements in memory order."""
+    """Return the number of thread blocks that quantize `size` elements in memory order."""
     return ceil_div(size, PER_BLOCK)
 
 
 def quantize(
     dev: Device, q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_max: Tensor
 ) -> None:
-    """Set q = x / scale and q_t to its transpose; scale = max(abs_max, 1e-10) / MAX.
+    """Set q = x / scale and q_t to the transpose of q, with scale = max(abs_max, 1e-10) / MAX.
 
     MAX is the largest finite value of the FP8 dtype. Values are rounded to nearest even and clamped
-    to +-MAX. If abs_max is infinite or NaN, scale is NaN, so that a clamped infinity is noticed.
+    to +-MAX. If abs_max is infinite or NaN, scale is NaN, so that later code notices a clamped
+    infinity.
 
-    abs_max: the largest |x|. One of q and q_t may be None. Without q_t, x may be any contiguous
-    part of a matrix.
+    scale: out. abs_max: the largest |x|. One of q and q_t may be None. Without q_t, x may be any
+    contiguous part of a matrix.
     """
     if q_t is None:
         dev.launch(QUANTIZE, grid(x.size), THREADS, (q, scale, x, abs_max, x.size))
@@ -69,8 +71,8 @@ def quantize(
 
 
 def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None) -> None:
-    """Write x in FP8 with a scale that is known beforehand, see Fp8Out. abs_max is raised to the
-    largest |x|."""
+    """Write x in FP8 with a scale that is known beforehand, see Fp8Out. abs_max: raised to the
+    largest |x|; None: not recorded."""
     rows, cols = SCALED.dims(x=x)
     fp8_consts("quantize", fp8, rows, cols)  # the kernel reads null pointers itself
     dev.launch(
@@ -83,7 +85,7 @@ def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None
 
 
 def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
-    """Set q_t to the transpose of q, or of each of several matrices."""
+    """Set q_t to the transpose of q, or to the transpose of each matrix in q (..., rows, cols)."""
     _, rows, cols = TRANSPOSE_CODES.dims(q=q)
     blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE), *q.shape[:-2])
     dev.launch(TRANSPOSE_CODES, blocks, THREADS, (q_t, q, rows, cols))

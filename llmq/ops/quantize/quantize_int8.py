@@ -1,7 +1,7 @@
-"""BF16 or F32 to int8, with a scale for each row, or for each column of the transpose.
+"""Conversion of BF16 or F32 to int8 with a scale for each row, or for each column and transposed.
 
-Elements that a product adds up need the same scale: `rows` is for operands in memory order (tokens
-of an activation, output features of a weight), `columns` for transposed operands.
+Elements that a product sums together need the same scale. `rows` is for operands in memory order
+(tokens of an activation, output features of a weight), `columns` for transposed operands.
 """
 
 from llmq.base.dtypes import F32
@@ -12,8 +12,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 256
-LANE_VECTORS = 8  # of a row, in a lane's registers
-WARPS = (1, 4, 16, 32)  # warps of a row: few numbers, because each is a compilation
+LANE_VECTORS = 8  # vectors of a row in a lane's registers
+WARPS = (1, 4, 16, 32)  # possible warps of a row; few, because each number needs a compilation
 
 _ROUNDING = "i32[16]? scalars, u32 salt, i32 sequence, i64 rows, i32 cols"
 _MATRIX = "rows % 4, cols % 16"
@@ -53,10 +53,11 @@ def rows(
     factors: Tensor | None = None,
     stochastic: Stochastic | None = None,
 ) -> None:
-    """Set q = y / scale with y = x [* factors]; scale of a row = max(largest |y|, 1e-30) / 127.
+    """Set q = y / scale with y = x [* factors]; the scale of a row is max(largest |y|, 1e-30) /
+    127.
 
     Codes are rounded to nearest even, or stochastically. A row with an infinity or NaN has scale
-    NaN. factors: F32 (cols,), row scales of the int8 matrix that y is multiplied with.
+    NaN. factors: F32 (cols,), row scales of the int8 matrix by which y will be multiplied.
     """
     n, cols = ROWS.dims(x=x)
     rounding = _rounding(stochastic, n)
@@ -80,11 +81,12 @@ def rows(
 def columns(
     dev: Device, q_t: Tensor, scale: Tensor, x: Tensor, *, stochastic: Stochastic | None = None
 ) -> None:
-    """q_t = the transpose of x / scale; scale of a column = max(largest |x|, 1e-30) / 127.
+    """Set q_t to the transpose of x / scale; the scale of a column is max(largest |x|, 1e-30) /
+    127.
 
     Rounding and NaN: see `rows`.
 
-    Cost:    x read twice, q_t written; two launches, and a scratch F32 (cols,) is cleared.
+    Cost:    x read twice, q_t written; two launches; scratch F32 (cols,), which is zeroed.
     """
     n, cols = COLUMNS.dims(x=x)
     rounding = _rounding(stochastic, n)
@@ -110,13 +112,14 @@ def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
 
 
 def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
-    """Set out = q * scale of its row."""
+    """Set out = q * scale, with one scale for each row."""
     n, cols = DECODE.dims(q=q)
     dev.launch(DECODE, ceil_div(out.size, 4 * THREADS), THREADS, (out, q, scale, n, cols))
 
 
 def _rounding(stochastic: Stochastic | None, rows: int) -> tuple[Tensor | None, int, int]:
-    """Return the rounding arguments of kernels. ValueError if rows are not whole sequences."""
+    """Return the kernels' arguments about rounding. ValueError if `rows` rows are not whole
+    sequences."""
     if stochastic is None:
         return None, 0, 1
     if stochastic.sequence % 4 or rows % stochastic.sequence:
@@ -128,12 +131,12 @@ def _rounding(stochastic: Stochastic | None, rows: int) -> tuple[Tensor | None, 
 
 
 # -- Outliers: columns of an activation that are multiplied in the activation's dtype
-# A few features of large language models are tens of times larger than the others, which int8 codes
-# with the row's scale would round to 0 (Dettmers et al., LLM.int8(), 2022).
+# A few features of large language models are tens of times larger than other features. int8 codes
+# with the row's scale would round the other features to 0 (Dettmers et al., LLM.int8(), 2022).
 
 SELECT_THREADS = 1024
-THRESHOLD = 6.0  # the paper's
-MOST = 64  # outliers of an activation: about ten times the number in the paper
+THRESHOLD = 6.0  # least |x| of an outlier: the paper's value
+MOST = 64  # most outliers of an activation: about ten times the number in the paper
 
 SELECT_OUTLIERS = Kernel(
     "quantize/quantize_int8.cu",
@@ -159,7 +162,7 @@ def select_outliers(
 ) -> None:
     """Mark the outliers: columns with an element beyond the threshold.
 
-    If index has too few places, only columns beyond a larger threshold are marked.
+    If there are more outliers than places in index, a larger threshold is used.
 
     mask: 0 for outliers, 1 for other columns. index: outliers in ascending order, then -1.
     column_max: from `largest_of_columns`. threshold: at least 0.
@@ -172,16 +175,17 @@ def select_outliers(
 
 
 def take_outliers(dev: Device, out: Tensor, x: Tensor, index: Tensor) -> None:
-    """Set out to the columns of x in index, ascending; 0 where index is -1.
+    """Set out to the columns of x that index names, and to 0 where index is -1.
 
-    Cost:    32 bytes of x for each element; one launch.
+    Cost:    32 bytes of x read for each element of out; one launch.
     """
     (n, cols), most = TAKE_OUTLIERS.dims(x=x), index.size
     dev.launch(TAKE_OUTLIERS, ceil_div(out.size, THREADS), THREADS, (out, x, index, n, cols, most))
 
 
 def outlier_weight(dev: Device, out: Tensor, q: Tensor, scale: Tensor, index: Tensor) -> None:
-    """Do as `take_outliers`, at the same cost, with codes q times the scales of their rows."""
+    """Set out to the columns of q * scale that index names, like `take_outliers`, at the same
+    cost."""
     (n, cols), most = OUTLIER_WEIGHT.dims(q=q), index.size
     args = (out, q, scale, index, n, cols, most)
     dev.launch(OUTLIER_WEIGHT, ceil_div(out.size, THREADS), THREADS, args)

@@ -1,4 +1,4 @@
-"""Weights as -1, 0 and 1, with one scale for each module: its mean |w|."""
+"""Rounding of weights to -1, 0 and 1 times one scale for each module: the module's mean |w|."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS, SCALE_THREADS = 256, 1024
-WARPS, PER_THREAD = 8, 4  # rows of a block in `ternary_sums`, elements of a thread elsewhere
+WARPS, PER_THREAD = 8, 4  # rows of a block of SUMS; elements of a thread in other kernels
 
 _MATRIX = "cols % 16"
 SUMS = Kernel(
@@ -37,10 +37,10 @@ ROUND = Kernel(
 
 
 def scales(dev: Device, scale: Tensor, w: Tensor, modules: Sequence[int]) -> None:
-    """Set scale (rows,), F32, to the mean |w| of each row's module, at least 1e-5. modules: rows of
-    each module of w (rows, cols).
+    """Set scale (rows,), F32, to the mean |w| of each row's module, but at least 1e-5. modules:
+    number of rows of each module in w (rows, cols).
 
-    Cost:    w read once; a launch, and one of a single block for each module.
+    Cost:    w read once; one launch, and one launch of a single block for each module.
     """
     n, cols = SUMS.dims(w=w)
     with dev.scratch("ternary_sums", (n,), F32) as sums:
@@ -53,12 +53,12 @@ def scales(dev: Device, scale: Tensor, w: Tensor, modules: Sequence[int]) -> Non
 
 
 def codes(dev: Device, q: Tensor, w: Tensor, scale: Tensor) -> None:
-    """Set q, I8, to -1, 0 or 1, the nearest to w / scale of its row."""
+    """Set q, I8, to -1, 0 or 1, whichever is nearest to w / scale, with one scale for each row."""
     n, cols = CODES.dims(w=w)
     dev.launch(CODES, ceil_div(w.size, PER_THREAD * THREADS), THREADS, (q, w, scale, n, cols))
 
 
 def round_(dev: Device, out: Tensor, w: Tensor, scale: Tensor) -> None:
-    """Set out to what the codes of w stand for, in w's dtype."""
+    """Set out to the codes of w times their scales, in w's dtype."""
     n, cols = ROUND.dims(w=w)
     dev.launch(ROUND, ceil_div(w.size, PER_THREAD * THREADS), THREADS, (out, w, scale, n, cols))

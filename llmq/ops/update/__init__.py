@@ -1,1 +1,1 @@
-"""Update rules of parameters, and the norm of all gradients: launchers."""
+"""Launchers of update rules of parameters, and of the norm of all gradients."""

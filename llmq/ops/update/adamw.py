@@ -4,18 +4,18 @@
 v = (code * scale)^2.
 
 - The root of v is stored: E4M3 covers a range of 2^18, so that gradients of elements that share a
-  scale can differ by up to 1e5. With v itself they could differ only by the root of this.
+  scale can differ by a factor of up to 1e5. If v were stored, the factor would be the root of 1e5.
 - Codes are rounded stochastically, because a step changes v by less than the distance of two codes.
-  Rounded to nearest, roots would not move: in a stationary state they stay at 2.2 times the right
-  value with beta2 = 0.95, at 0.4 times with 0.999.
+  With rounding to nearest, roots would not move: in a stationary state a root would stay at 2.2
+  times the right value with beta2 = 0.95, and at 0.4 times with beta2 = 0.999.
 - The second moment never becomes 0: its smallest code is 1. An element whose root is below 2^-18 of
-  its block's largest takes smaller steps than it should; with 0 its steps could have any size.
+  the block's largest root takes too small steps; with code 0 its steps could have any size.
 - A scale is the smallest power of two with which the block's largest number is at most 448: codes
   of unchanged numbers do not change with the scale, and scaling is exact.
 
-In a stationary state rounding adds noise, as standard deviations. The root of v gets 12 % of itself
-with beta2 = 0.95 and 15 % with 0.999, beside 11 % and 1 % from averaging few gradients. m gets 9 %
-of its own standard deviation.
+In a stationary state rounding adds noise. The noise of the root of v has a standard deviation of
+12 % of the root with beta2 = 0.95 and 15 % with beta2 = 0.999, beside 11 % and 1 % from averaging
+few gradients. The noise of m is 9 % of m's own standard deviation.
 """
 
 from llmq.base.tensor import Tensor
@@ -25,7 +25,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 128
-PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
+PER_THREAD = 8  # elements of a thread: one 16-byte access of BF16, two accesses of F32
 
 ADAMW = Kernel(
     "update/adamw.cu",
@@ -66,18 +66,17 @@ def update(
         param = param - lr * (m * beta1_correction / (sqrt(v) * sqrt(beta2_correction) + epsilon)
                               + weight_decay * param)
 
-    Computed in F32; param uses this step's m and v before they are rounded. BF16 param, m and v are
-    rounded stochastically, and so are E4M3 m and v: eight neighbours share a hash, from which
-    practically independent bits are made. If scalars.skip_update is set, nothing changes. A part,
-    which starts at element `first` of the slab, gets the same bits as in an update of the whole
-    slab.
+    Computed in F32; param uses this step's m and v before rounding. BF16 and E4M3 results are
+    rounded stochastically: eight neighbours share a hash, from which practically independent bits
+    are made. If scalars.skip_update is set, nothing changes. A part, which starts at element
+    `first` of the slab, gets the same bits as in an update of the whole slab.
 
-    work: param rounded to nearest, or None. grad: unscaled sum over tokens. m, v: first and second
-    moment, zero at the start; if E4M3, codes of m and of the root of v, with scales. segments: [end
-    element, 1 if it decays else 0] of each parameter, ends ascending multiples of 128, counted from
-    the start of the slab, the last one at least first + n. Segments are not checked, because their
-    values are in device memory. scalars: StepScalars. salt: distinguishes this slab's random
-    numbers. lr_scale: factor of scalars.lr.
+    work: out, param rounded to nearest; or None. grad: unscaled sum over tokens. m, v: first and
+    second moment, zero at the start; if E4M3, codes of m and of the root of v, with scales.
+    segments: (end element, 1 if the parameter decays, else 0) for each parameter; ends are
+    ascending multiples of 128, counted from the start of the slab, and the last end is at least
+    first + n. Segments are not checked, because their values are in device memory. scalars:
+    StepScalars. salt: distinguishes this slab's random numbers. lr_scale: factor of scalars.lr.
     """
     expect_scale("adamw", "m", m, m_scale)
     expect_scale("adamw", "v", v, v_scale)

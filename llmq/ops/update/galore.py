@@ -1,7 +1,7 @@
-"""GaLore's launches beside its products and AdamW's: eigenvectors, and a projection's replacement.
+"""GaLore's own kernels: eigenvectors of small matrices, and replacement of a projection.
 
-A projection has the leading singular vectors of a gradient, which the rule finds by products and
-eigenvectors of small matrices (`llmq/state/rules/galore.py`).
+A projection consists of the leading singular vectors of a gradient. The rule finds these vectors by
+products and eigenvectors of small matrices (`llmq/state/rules/galore.py`).
 """
 
 from llmq.base.dtypes import F32
@@ -12,8 +12,8 @@ from llmq.runtime.kernel import Kernel, ceil_div
 
 EIGEN_THREADS = 1024
 THREADS = 256
-MOST_ROWS = 6000  # of a matrix: 8 bytes of shared memory for each
-SWEEPS = 6  # of Jacobi's rotations, about as many as a matrix takes
+MOST_ROWS = 6000  # most rows of a matrix, each with 8 bytes of shared memory
+SWEEPS = 6  # sweeps of Jacobi's rotations that a matrix takes, about
 
 EIGEN = Kernel(
     "update/galore.cu",
@@ -29,15 +29,17 @@ RENEW = Kernel(
 
 
 def eigen(dev: Device, s: Tensor, *, roots: bool = False) -> None:
-    """Replace symmetric matrices by their eigenvectors, rows in the order of falling eigenvalues.
+    """Replace symmetric matrices by their eigenvectors, as rows in the order of falling
+    eigenvalues.
 
-    Signs of vectors are arbitrary. roots: divide each vector by the root of its eigenvalue, of at
-    least 2^-40 of the largest one: with s = x x^T the rows of (the result times x) are orthonormal,
-    up to rounding of x beside its largest singular value. With roots a matrix of zeros stays zero.
+    Signs of vectors are arbitrary. roots: True to divide each vector by the root of its eigenvalue,
+    which is taken as at least 2^-40 of the largest eigenvalue. If s = x x^T, the rows of (result @
+    x) then are orthonormal, up to rounding relative to the largest singular value of x. With roots
+    a matrix of zeros stays zero.
 
-    s: F32 (count, side, side), of nonnegative eigenvalues.
+    s: F32 (count, side, side), with nonnegative eigenvalues.
 
-    Cost:    about 9 * side^3 FLOPs a sweep; one block of threads for each matrix.
+    Cost:    about 9 * side^3 FLOPs per sweep; one thread block for each matrix.
     """
     count, side = EIGEN.dims(s=s)
     smem = 8 * (side + side % 2)

@@ -12,7 +12,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 THREADS = 256
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
 SUM_THREADS = 1024
-MOST_STATS = 63  # bits of the 64-bit number that says which statistics are maxima
+MOST_STATS = 63  # most statistics: a bit of an i64 number says whether a statistic is a maximum
 
 _STATS = f"statistics >= {len(STATS)}"
 PARTIALS = Kernel(
@@ -42,20 +42,22 @@ FINISH = Kernel(
 
 
 def num_partials(dev: Device, x: Tensor) -> int:
-    """Return the number of partial sums of a tensor, one for each thread block, of which 8 fill an
-    SM. Even, so that the next tensor's partial sums start at a multiple of 16 bytes."""
+    """Return the number of partial sums of a tensor, one for each thread block; 8 blocks fill an
+    SM. The number is even, so that the next tensor's partial sums start at a multiple of 16
+    bytes."""
     return 2 * min(ceil_div(x.nbytes, 2 * PER_BLOCK), 4 * dev.num_sms)
 
 
 def split(dev: Device, sums: Tensor, xs: list[Tensor]) -> list[Tensor]:
-    """Return each tensor's part (num_partials,) of sums, F64 (sum of num_partials,), in order."""
+    """Return each tensor's part (num_partials,) of sums. sums: F64, with the parts of all xs, one
+    after another."""
     ends = list(accumulate(num_partials(dev, x) for x in xs))
     return [sums.rows(start, end) for start, end in pairwise([0, *ends])]
 
 
 def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
-    """Write partial sums of squares of x, the same bits every time. sums: num_partials(dev, x) of
-    them."""
+    """Write partial sums of squares of x, with the same bits every time. sums: F64
+    (num_partials(dev, x),)."""
     expect("global_norm", "sums", sums, F64, (num_partials(dev, x),))
     dev.launch(PARTIALS, sums.size, THREADS, (sums, x, x.size), cost=Cost(flops=2 * x.size))
 
@@ -67,10 +69,10 @@ def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
 
 
 def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] = ()) -> None:
-    """Write the statistics of all ranks: sums, added in the order of the ranks.
+    """Write the sums of all ranks' statistics, added in the order of the ranks.
 
-    stats: begins with llmq.base.dtypes.STATS. gathered: each rank's own. maxima: indices of the
-    statistics whose largest value is taken instead of the sum.
+    stats: begins with llmq.base.dtypes.STATS. gathered: the statistics of each rank. maxima:
+    indices of the statistics for which the largest value replaces the sum.
     """
     world_size = gathered.shape[0]
     bits = sum(1 << index for index in maxima)

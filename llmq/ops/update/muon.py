@@ -1,7 +1,7 @@
-"""Muon's launches beside its products: proposal of a change, its norm, and its application.
+"""Muon's own kernels: proposal of a change, its normalization, and its application.
 
 A matrix changes by its orthogonalized momentum: Newton-Schulz iteration makes all singular values
-about 1, with products in `llmq/state/rules/muon.py`. Computed in F32 unless a dtype is named.
+about 1, with products in `llmq/state/rules/muon.py`. Kernels compute in F32.
 """
 
 from llmq.base.dtypes import F32, F64
@@ -12,9 +12,9 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
 THREADS = 128
-PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
+PER_THREAD = 8  # elements of a thread: one 16-byte access of BF16, two accesses of F32
 MATRIX_THREADS = 256
-BLOCKS_PER_SM = 8  # fill a multiprocessor
+BLOCKS_PER_SM = 8  # number of thread blocks that fill a multiprocessor
 
 _PART = "n % 128, n >= 1, first % 128, first >= 0"
 PROPOSE = Kernel(
@@ -78,9 +78,9 @@ def propose(
     """Update the momentum of a part of a slab, and propose a change of its matrices.
 
         g = grad_scale * grad       m = m + (1 - momentum) * (g - m)
-        change = m + (1 - momentum) * (g - m), with the new m before it is rounded
+        change = m + (1 - momentum) * (g - m), with the new m before rounding
 
-    BF16 and E4M3 m are rounded stochastically, with the random bits of AdamW's m. If
+    BF16 and E4M3 m are rounded stochastically, with the same random bits as in AdamW. If
     scalars.skip_update is set, m stays and the change is 0.
 
     grad: unscaled sum over tokens. m: zero at the start; with scales if E4M3. scalars: StepScalars.
@@ -111,9 +111,9 @@ def normalize(dev: Device, out: Tensor, x: Tensor) -> None:
 
 
 def diagonal(dev: Device, x: Tensor, value: float) -> None:
-    """x[i] += value * identity.
+    """x[i] += value * identity, for each matrix x[i].
 
-    Cost:    a sector of memory for each number; one launch.
+    Cost:    one 32-byte sector of memory per diagonal element; one launch.
     """
     count, side = DIAGONAL.dims(x=x)
     numbers = count * side
@@ -131,11 +131,11 @@ def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
 
         v = decay * v + (1 - decay) * mean square of a row      x = c * x / (sqrt(v) + 1e-10)
 
-    with the c that keeps each matrix's norm. A matrix of zeros changes nothing.
+    with the factor c that keeps each matrix's norm. For a matrix of zeros, x and v stay.
 
     v: zero at the start; may begin at any element.
 
-    Cost:    reads x twice and writes it once; three launches.
+    Cost:    reads x twice and writes x once; three launches.
     """
     count, rows, columns = ROW_SCALE.dims(x=x)
     of_rows = (count, rows)
@@ -150,15 +150,16 @@ def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
 
 
 def _aligned(x: Tensor) -> tuple[Tensor, int]:
-    """Return the tensor with preceding elements, from an address that kernels accept, and the
-    number of these elements."""
+    """Return x extended to the left, so that it begins at an address that kernels accept, and the
+    number of added elements."""
     shift = x.ptr % POINTER_ALIGN // x.dtype.itemsize
     offset = x.offset - shift * x.dtype.itemsize
     return Tensor(x.name, (shift + x.size,), x.dtype, x.storage, offset), shift
 
 
 def _squares(dev: Device, partials: Tensor, x: Tensor, grid: tuple[int, int]) -> None:
-    """Write partial sums of squares of matrices, as many for each as the grid's second number."""
+    """Write partial sums of squares of matrices. grid: (number of matrices, partial sums of each
+    matrix)."""
     n, cost = x.size // x.shape[0], Cost(flops=2 * x.size)
     dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=cost)
 
@@ -179,10 +180,10 @@ def apply(
 
         lr = lr_scale * scalars.lr      param = param - (lr * change + lr * weight_decay * param)
 
-    BF16 param is rounded stochastically, with the random bits of AdamW's. If scalars.skip_update is
-    set, nothing changes.
+    BF16 param is rounded stochastically, with the same random bits as in AdamW. If
+    scalars.skip_update is set, nothing changes.
 
-    work: param rounded to nearest, or None. scalars, salt, first: see propose.
+    work: out, param rounded to nearest; or None. scalars, salt, first: see propose.
     """
     n = change.size
     hyper = (float(lr_scale), float(weight_decay))
