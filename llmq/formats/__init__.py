@@ -1,8 +1,8 @@
 """Number formats, one file each: bf16 and fp32, e4m3 (also in blocks), int8, ternary, nf4,
 mxfp4, nvfp4.
 
-`Operands` (`operands.py`) makes what the products of a model's blocks read: tensors or codes, in
-forward, recompute and backward. `Storage` (`storage.py`) encodes, stores and decodes frozen
+`Operands` (`operands.py`) makes the operands of the products of a model's blocks, tensors or codes,
+in forward, recompute and backward. `Storage` (`storage.py`) encodes, stores and decodes frozen
 matrices.
 """
 
@@ -29,7 +29,7 @@ OPERANDS: dict[str, type[Operands]] = {
     "int8": Int8Operands,
     "ternary": TernaryOperands,
 }
-"""Class of operands, by --matmul-dtype."""
+"""Class that makes operands, by --matmul-dtype."""
 
 STORAGE: dict[str, type[Storage]] = {
     "e4m3": E4m3Storage,
@@ -39,7 +39,7 @@ STORAGE: dict[str, type[Storage]] = {
     "nvfp4": Nvfp4Storage,
     "e4m3-blocks": E4m3BlocksStorage,
 }
-"""Class of storage, by --base-dtype."""
+"""Class that stores frozen matrices, by --base-dtype."""
 
 
 def codes_of(precision: PrecisionOptions, dtype: str) -> DType | None:
@@ -51,7 +51,7 @@ def codes_of(precision: PrecisionOptions, dtype: str) -> DType | None:
 def operands_of(
     dev: Device, config: ModelConfig, options: StepOptions, scalars: Tensor | None
 ) -> Operands:
-    """Return the operands of the products of a model's blocks, ready for a run. options:
+    """Return the maker of operands for the products of a model's blocks, ready for a run. options:
     normalized. scalars: StepScalars, I32 (16,)."""
     operands = OPERANDS[options.precision.matmul_dtype](dev)
     operands.prepare(config, options, scalars)

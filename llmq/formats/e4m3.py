@@ -1,8 +1,8 @@
-"""e4m3: products multiply fp8 codes with one scale a tensor, just-in-time or delayed.
+"""e4m3: products multiply fp8 codes with one scale per tensor, just-in-time or delayed.
 
 Codes have two layouts: (rows, features) for products, (features, rows) for weight gradients
 (`model/linear.py` says why). A tensor that backward recomputes has a scale from forward. So with
-both kinds of scales, the kernel that recomputes a tensor writes codes and no tensor.
+both kinds of scales, the kernel that recomputes a tensor writes only the tensor's codes.
 
 Scratch is a stack: codes that outlive their tensor are allocated before the tensor.
 """
@@ -47,7 +47,7 @@ FAST = {
     "activations": ((FORWARD, BACKWARD), (FORWARD,)),
     "all": ((FORWARD, BACKWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT)),
 }
-"""Products that accumulate fast: (of blocks, of the LM head)."""
+"""Products that accumulate fast: (products of blocks, products of the LM head)."""
 
 
 def e4m3_of(precision: PrecisionOptions) -> DType:
@@ -57,15 +57,16 @@ def e4m3_of(precision: PrecisionOptions) -> DType:
 class E4m3Operands(Operands):
     """Operands as fp8 codes, whose scales are just-in-time or delayed.
 
-        just in time  The kernel writes the tensor and records its largest |x|; codes follow.
-        delayed       The kernel writes codes with a scale of earlier steps. Until the first scale
+        just in time  The kernel writes the tensor and records its largest |x|; a second kernel
+                      makes codes.
+        delayed       The kernel writes codes with a scale from earlier steps. Until the first scale
                       exists, codes are made just in time.
 
     formats: dtype of the codes, by name of a layer's tensor. products: ids of tensors whose codes a
-    product writes. outs: ids of the gradients of halves' outputs. limits: by tensor id, the largest
-    finite value of its codes' dtype. whole: ids of tensors that are also read without codes: by
-    adapters, routers and the weight gradients of experts. turned: ids of tensors whose transposed
-    codes the gradients of other weights read.
+    product writes. outs: ids of the gradients of the outputs of layers' halves. limits: by tensor
+    id, the largest finite value of the codes' dtype. whole: ids of tensors that adapters, routers
+    or the weight gradients of experts read, not as codes. turned: ids of tensors whose transposed
+    codes weight gradients read.
     """
 
     weights, makes_codes = E4M3, True
@@ -149,8 +150,8 @@ class E4m3Operands(Operands):
         product: bool = True,
         transposed: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Scratch for codes (rows, features) and for transposed codes; None for an unread
-        layout."""
+        """Return scratch for codes (rows, features) and for transposed codes; None for a layout
+        that is not read."""
         name = tensor_id.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
         if product:
@@ -167,7 +168,7 @@ class E4m3Operands(Operands):
     def _direct(
         self, tensor_id: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
     ) -> OutBuffers:
-        """Buffers of a kernel that writes codes with a known scale."""
+        """Return the buffers of a kernel that writes codes with a known scale."""
         codes = self.scales.fp8_out(tensor_id, q, q_t)
         operand = self._fp8(tensor_id, out, q, q_t)
         return OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id), codes, operand=operand)
@@ -231,7 +232,7 @@ class E4m3Operands(Operands):
         return OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id))
 
     def finalize(self, temps: ExitStack, out: OutBuffers) -> Operand:
-        if out.operand is None:  # codes are allocated now, after the kernel's scratch
+        if out.operand is None:  # memory of codes is taken only now, after the kernel's scratch
             return self.quantize(temps, out.name, out.tensor, measured=True, transposed=True)
         if out.pending is not None:
             codes, transposed, scale, _ = out.pending
@@ -280,9 +281,9 @@ class E4m3Operands(Operands):
         return largest
 
     # -- results of products that an activation reads ---------------------------------------------
-    # Before the first scales are known, a product of codes runs twice: with any scale, to find the
-    # largest |x|, and with the scale that follows from this |x|. Any other way would need memory
-    # that no later step uses.
+    # Before the first scales are known, a product that writes codes runs twice: first with any
+    # scale, to find the largest |x|, then with the scale that follows from this |x|. Any other way
+    # would need memory that no later step uses.
 
     def result_dtype(self, name: str) -> DType:
         return self.formats[name] if self.products else self.dtype
@@ -298,13 +299,13 @@ class E4m3Operands(Operands):
 
 
 class E4m3Storage(Storage):
-    """Frozen matrices as fp8 codes with one scale each."""
+    """Frozen matrices as fp8 codes, with one scale per matrix."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         return {"codes": (matrix.shape, E4M3), "scale": ((1,), F32)}
 
     def encode(self, encoder: Encoder) -> None:
-        """Make codes with one scale, from the largest |x| of the matrix."""
+        """Make codes with one scale, which follows from the matrix's largest |x|."""
         largest, scale, size = encoder.number(0), encoder.number(1), encoder.matrix.size
         self.dev.zero(largest)
         for start, count in encoder.pieces(size):
@@ -342,5 +343,5 @@ class E4m3Storage(Storage):
 
 
 def _parts(config: ModelConfig, layer: int) -> tuple[HalfSpec, ...]:
-    """Return the halves of a layer, or the parts of which a half consists."""
+    """Return the halves of a layer; a half with parts is replaced by its parts."""
     return tuple(part for half in config.halves(layer) for part in half.parts or (half,))

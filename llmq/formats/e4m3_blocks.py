@@ -1,7 +1,7 @@
-"""e4m3-blocks: frozen matrices as 8-bit codes like DeepSeek's files, decoded before products.
+"""e4m3-blocks: frozen matrices as 8-bit codes as in DeepSeek's files, decoded before products.
 
-Blocks of 128 rows and 128 columns of a module share a scale: `ops/quantize/fp8_blocks.py`. Codes
-and scales of such files are kept as they are.
+Each block of 128 rows and 128 columns of a module has a scale: `ops/quantize/fp8_blocks.py`. Codes
+and scales in DeepSeek's files are kept as they are.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ def _scales(size: int, columns: int) -> int:
 
 
 class E4m3BlocksStorage(Storage):
-    """Frozen matrices as fp8 codes with a scale for each block. Products read decoded matrices."""
+    """Frozen matrices as fp8 codes with a scale for each block. Products read decoded matrices, or
+    codes if they have few rows."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {}
@@ -48,7 +49,7 @@ class E4m3BlocksStorage(Storage):
                     self._encode(encoder, number, run, index)
 
     def _encode(self, encoder: Encoder, number: int, run: Run, index: int) -> None:
-        """Encode pieces of whole blocks."""
+        """Encode a module in pieces of whole blocks. index: of the module in the run."""
         columns, before = encoder.matrix.columns, index * run.size
         for start, size in encoder.pieces(run.size, min(BLOCK * columns, run.size)):
             shape = size // columns, columns
@@ -69,7 +70,7 @@ class E4m3BlocksStorage(Storage):
             fp8_blocks.decode(self.dev, run.of(out).view(*shape), codes.view(*shape), scales)
 
     def has_coded(self, matrix: Frozen) -> bool:
-        """Matrices of experts lie together."""
+        """True unless experts' matrices lie in several runs."""
         return len(matrix.shape) == 2 or len(runs_of(matrix)) == 1
 
     def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:

@@ -5,13 +5,13 @@
     d_weight = d_out_t (out, rows) @ x_t      (in, rows)^T
 
 Elements that a product sums together share one scale. Weights, activations and gradients are stored
-in BF16. Just before a product, both operands get codes with a scale for each row as written above:
-for each token and output feature in forward, and so on. The stored codes of a frozen weight are
-multiplied as they are. `ops/product/product.py` computes all three products.
+in BF16. Just before a product, both operands get codes with a scale for each row of the matrices
+above: in forward for each token and each output feature. Products multiply the stored codes of a
+frozen weight as they are. `ops/product/product.py` computes all three products.
 
-Codes of gradients are rounded stochastically: rounded to nearest, small gradients would lose the
-same part in every step. Other codes are rounded to nearest, so that recomputed values have the same
-codes.
+Codes of gradients are rounded stochastically: with rounding to nearest, small gradients would lose
+the same part in every step. Other codes are rounded to nearest, so that recomputed values have the
+same codes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -74,7 +74,7 @@ class Int8Storage(Storage):
             self.dev.upload(self._ones, np.ones(widest, np.float32))
 
     def encode(self, encoder: Encoder) -> None:
-        """Encode pieces of whole rows."""
+        """Encode the matrix in pieces of whole rows."""
         columns = encoder.matrix.columns
         for start, size in encoder.pieces(encoder.matrix.size, ROWS * columns):
             count = size // columns

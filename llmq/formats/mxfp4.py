@@ -1,6 +1,6 @@
-"""mxfp4: frozen experts as 4-bit codes like gpt-oss's files, decoded before products.
+"""mxfp4: frozen experts as 4-bit codes as in gpt-oss's files, decoded before products.
 
-Weights from such files are kept without loss: decoded values are encoded to the same codes again
+Weights from gpt-oss's files are kept without loss: encoding decoded values gives the same codes
 (`ops/quantize/four_bits.py`). All other matrices of blocks stay BF16, as in these files.
 """
 
@@ -27,7 +27,8 @@ def _bytes_as(scratch: Tensor, dtype: DType) -> Tensor:
 
 
 class Mxfp4Storage(Storage):
-    """Frozen experts as 4-bit codes. Products read decoded matrices, those of few rows codes."""
+    """Frozen experts as 4-bit codes. Products read decoded matrices, or codes if they have few
+    rows."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         if not _of_experts(matrix):

@@ -1,8 +1,8 @@
 """nf4: frozen matrices as 4-bit codes (`ops/quantize/four_bits.py`), decoded before products.
 
-Each module that Hugging Face names is quantized by itself, as in bitsandbytes. Adjacent modules
-of one size, such as experts, form a *run*: their tensors lie together, and one launch decodes them.
-`scale` is the scale of the whole matrix's fp8 codes, where products read such codes.
+Each module that Hugging Face names is quantized by itself, as in bitsandbytes. Adjacent modules of
+one size, such as experts, form a *run*: their tensors lie together, and one launch decodes a whole
+run. `scale` is the scale of the matrix's fp8 codes, if products read fp8 codes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,8 @@ from llmq.runtime.kernel import ceil_div
 
 
 class Nf4Storage(Storage):
-    """Frozen matrices as 4-bit codes. Products read decoded matrices, those of few rows codes."""
+    """Frozen matrices as 4-bit codes. Products read decoded matrices, or codes if they have few
+    rows."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {"scale": ((1,), F32)}
@@ -59,8 +60,8 @@ class Nf4Storage(Storage):
         encoder.put("scale", encoder.number(1), 0)
 
     def _run(self, encoder: Encoder, number: int, run: Run) -> np.float32:
-        """Encode a run; return its largest scale. Scales wait on the host for their module's
-        mean."""
+        """Encode a run, and return its largest scale. Scales stay on the host until the mean of
+        their module is known."""
         dev, first, size, count = self.dev, run.first, run.size, run.count
         _, blocks, groups = four_bits.sizes(size)
         all_scales = np.zeros((count, blocks), np.float32)
@@ -85,7 +86,8 @@ class Nf4Storage(Storage):
         scales: np.ndarray,
         mean: np.ndarray,
     ) -> None:
-        """Encode a module's scales. before: numbers of blocks and groups of the modules before."""
+        """Encode a module's scales. before: (number of blocks, number of groups) in the run's
+        modules before this one."""
         dev, step = self.dev, encoder.scales.size // ref.GROUP * ref.GROUP or scales.size
         dev.upload(encoder.number(0), mean)
         for start in range(0, scales.size, step):
@@ -109,7 +111,7 @@ class Nf4Storage(Storage):
             four_bits.decode(self.dev, run.of(out), *coded, self._levels, fp8_scale=scale)
 
     def has_coded(self, matrix: Frozen) -> bool:
-        """Whole rows of blocks; matrices of experts lie together."""
+        """True if rows consist of whole blocks, and experts' matrices lie in one run."""
         one = len(matrix.shape) == 2 or len(runs_of(matrix)) == 1
         return one and matrix.columns % ref.BLOCK == 0
 

@@ -1,7 +1,7 @@
-"""nvfp4: frozen matrices as 4-bit codes of NVIDIA's published files, decoded before products.
+"""nvfp4: frozen matrices as 4-bit codes as in NVIDIA's published files, decoded before products.
 
 Each module that Hugging Face names is quantized by itself: `ops/quantize/nvfp4.py`. Codes, scales
-and factors of such files are kept as they are.
+and factors in NVIDIA's files are kept as they are.
 """
 
 from collections.abc import Mapping

@@ -10,10 +10,10 @@ their *scale*. A kernel that makes a tensor for a product stands between two cal
 A tensor that is there already becomes an operand by `quantize`. Other number formats are classes of
 the same interface:
 
-    Operands      the tensor itself
-    E4m3Operands  its codes, made of the tensor, or by the kernel that makes the tensor
-    Int8Operands  products make codes of tensors themselves
-    TernaryOperands  codes are made for each product
+    Operands      operands are the tensors themselves
+    E4m3Operands  operands are codes, made from a tensor or by the kernel that makes the tensor
+    Int8Operands  operands are tensors, from which each product makes codes
+    TernaryOperands  operands are codes or rounded tensors, made before each product
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def id_of(layer: int, name: str) -> str:
 class Activation(NamedTuple):
     """An activation of one layer, and its memory from forward to backward. shape: (rows, features),
     rows = B*T. tensor: the whole activation, in `dtype`, which may be the dtype of codes that a
-    product writes. codes: transposed codes, enough where backward reads the activation only for a
-    weight gradient. If both are None, the activation is scratch."""
+    product writes. codes: transposed codes, which are enough if backward reads the activation only
+    for a weight gradient. If tensor and codes are None, the activation is scratch."""
 
     layer: int
     name: str
@@ -61,7 +61,8 @@ class Activation(NamedTuple):
         return id_of(self.layer, self.name)
 
     def place(self, dev: Device, temps: ExitStack) -> Tensor:
-        """Return the memory that keeps the activation, else scratch that lives as long as temps."""
+        """Return the memory that keeps the activation; if there is none, scratch that lives as long
+        as temps."""
         if self.tensor is not None:
             return self.tensor
         return temps.enter_context(dev.scratch(self.name, self.shape, self.dtype))
@@ -73,16 +74,16 @@ class Operands:
     tensor_id: a tensor's unique name, from `id_of`, or HEAD. An operand's memory is scratch that
     lives as long as `temps`, except for memory kept for backward.
 
-    shape, dtype: of the tensors between blocks, (rows, C); the head's tensors have fewer rows.
-    multiplied: the dtype in which products multiply an input. fast: products that may accumulate in
-    fewer bits.
+    shape, dtype: shape (rows, C) and dtype of the tensors between blocks; the head's tensors have
+    fewer rows. multiplied: the dtype in which products multiply an input. fast: names of products
+    that may accumulate in fewer bits.
     """
 
     weights: DType | None = None
-    """The dtype of codes that products read of trained weights; None if updates make no codes."""
+    """The dtype of trained weights' codes, which updates make; None if updates make no codes."""
     makes_codes = False
-    """True if codes of inputs are made before products: recomputing a product then needs its input
-    recomputed, too."""
+    """True if codes of inputs are made before products. Then recomputing a product needs the
+    product's input recomputed, too."""
     scales = StaticScales()
     fast: frozenset[str] = frozenset()
 
@@ -112,17 +113,20 @@ class Operands:
         return a, b
 
     def kept_codes(self, tensor_id: str) -> DType | None:
-        """Return the dtype of transposed codes if backward reads nothing else of an input."""
+        """Return the dtype of transposed codes if these are all that backward reads of an input;
+        else None."""
         return None
 
     def result_dtype(self, name: str) -> DType:
-        """Return the dtype of a product's output that an activation reads: mlp_up, d_mlp_act."""
+        """Return the dtype of a product's output that an activation reads. name: "mlp_up" or
+        "d_mlp_act"."""
         return self.dtype
 
     # -- tensors that kernels make ----------------------------------------------------------------
 
     def buffers(self, temps: ExitStack, x: Activation) -> OutBuffers:
-        """Return the buffers of a product's input in forward. Memory of x is kept for backward."""
+        """Return the buffers of a product's input x in forward. Memory in x is kept for
+        backward."""
         return OutBuffers(x.tensor_id, x.place(self.dev, temps))
 
     def buffers_again(self, temps: ExitStack, x: Activation, *, product: bool) -> OutBuffers:
@@ -142,10 +146,10 @@ class Operands:
         of_product: bool = False,
     ) -> OutBuffers:
         """Return the buffers of the gradient of a product's output. out: memory (rows, features);
-        None where codes are enough. bias: True if the tensor itself is needed, too, because its sum
-        is a bias gradient. both: True if the kernel can write a tensor and its codes. of_product:
-        True if the kernel is the epilogue of a product, which can make codes with a scale that is
-        not known beforehand."""
+        None if codes are enough. bias: True if the tensor itself is needed, too, because its sum is
+        a bias gradient. both: True if the kernel can write a tensor and its codes. of_product: True
+        if the kernel is the epilogue of a product, which can make codes with a scale that is not
+        known beforehand."""
         return self.measured(tensor_id, out)
 
     def measured(self, tensor_id: str, out: Tensor) -> OutBuffers:
@@ -167,9 +171,9 @@ class Operands:
     def quantize(
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
     ) -> Operand:
-        """Return the operand of an existing tensor (n, features). measured: True if its kernel
-        wrote to buffers of `measured`. transposed: True if a weight gradient reads the operand,
-        too."""
+        """Return the operand of an existing tensor x (n, features). measured: True if x's kernel
+        wrote to the buffers that the method `measured` returned. transposed: True if a weight
+        gradient reads the operand, too."""
         return x
 
     def quantize_again(
@@ -184,14 +188,14 @@ class Operands:
     def product_output(
         self, tensor_id: str, shape: tuple[int, int], tensor: Tensor | None = None
     ) -> ProductOutput:
-        """Return the output (rows, features) of a product in front of an activation. tensor: the
-        output's memory, always written, if backward reads it; else None."""
+        """Return the output (rows, features) of a product before an activation. tensor: memory of
+        the output, which is always written, if backward reads the output; else None."""
         name = tensor_id.rpartition(".")[2]
         return ProductOutput(name, shape, self.result_dtype(name), tensor)
 
     def result_again(self, tensor_id: str, out: Tensor) -> Result:
-        """Return the output of a product in front of an activation, for backward. out: memory that
-        holds forward's values or will be written again."""
+        """Return the output of a product before an activation, for backward. out: memory that holds
+        forward's values or will be written again."""
         return out
 
     def largest(self) -> dict[tuple[int, str], float]:

@@ -1,9 +1,9 @@
-"""Scales of fp8 activations and their gradients; `state/codes.py` has the scales of weights.
+"""Scales of fp8 activations and their gradients; `state/codes.py` makes the scales of weights.
 
-Each tensor has a slot for its largest |x| and its scale.
+Each tensor has one slot for its largest |x|, and one slot for its scale.
 
 just in time   A tensor's scale follows from its own largest |x|. Slots are refilled in every
-               micro-step and kept until its end.
+               micro-step, and valid until the end of the micro-step.
 delayed        A scale follows from the largest |x| of the last optimizer steps and stays the same
                for a whole step. Kernels can write codes directly, and count the elements that
                exceed the range. Products can write codes, too; see `product`.
@@ -20,19 +20,19 @@ from llmq.ops.quantize import fp8_scale
 from llmq.ops.quantize.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 
-HISTORY = 16  # optimizer steps
-# Factor by which a tensor may outgrow its largest |x| of these steps before elements saturate. A
-# factor of two costs one of the 18 powers of two that E4M3 spans and no precision in the others.
+HISTORY = 16  # number of optimizer steps whose largest |x| are kept
+# Factor by which a tensor may outgrow its largest |x| in the history before elements saturate. E4M3
+# spans 18 powers of two: a factor of two costs one power, and no precision in the other powers.
 # Without this margin about one tensor in 17 would saturate in every step.
 SCALE_MARGIN = 2.0
 STATE = "fp8_abs_max."  # prefix of names in a checkpoint
 
 
 class StaticScales:
-    """Scales that need no work from step to step; base class of scales that do."""
+    """Scales that need no work from step to step; base class of other scales."""
 
     ready = True
-    """True if all scales that kernels read exist; False for delayed scales before the first."""
+    """True if all scales that kernels read exist; False before the first delayed scales."""
 
     def start_step(self) -> None:
         """Prepare for the micro-steps of an optimizer step."""
@@ -41,14 +41,16 @@ class StaticScales:
         """Prepare for a forward pass. of_step: False if the pass belongs to an evaluation."""
 
     def calibrate(self) -> None:
-        """Make the first scales from a micro-step that ran without; then recording starts anew."""
+        """Make the first scales from a micro-step that ran without scales, and start recording
+        anew."""
 
     def finish_step(self, stats: Tensor) -> None:
-        """Make the next step's scales, before the update. stats: F64 (10,), sums of this rank. Only
-        launches."""
+        """Make the next step's scales, before the update. stats: F64 (10,), this rank's statistics.
+        Only launches."""
 
     def state(self) -> dict[str, list[float]]:
-        """Return the scales' part of a checkpoint, by tensor; equal on all ranks."""
+        """Return the part of a checkpoint from which scales are restored, by tensor; equal on all
+        ranks."""
         return {}
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
@@ -59,7 +61,7 @@ class Scales(StaticScales):
     """Just-in-time scales: a slot for each name, refilled in each micro-step."""
 
     def __init__(self, dev: Device, limits: Mapping[str, float]):
-        """limits: by name, the largest finite value of its dtype. names: the keys of limits."""
+        """limits: by a tensor's name, the largest finite value of the codes' dtype."""
         self.dev, self.names = dev, tuple(limits)
         self.abs_maxes = self._alloc("abs_maxes", len(limits), STRIDE)
         self.scales = self._alloc("scales", len(limits), STRIDE)
@@ -72,7 +74,7 @@ class Scales(StaticScales):
         return self.dev.alloc(name, shape, F32, "Activations")
 
     def abs_max(self, name: str) -> Tensor:
-        """Return where a tensor's kernel records its largest absolute value, F32 (1,)."""
+        """Return the slot in which a tensor's kernel records the largest |x|, F32 (1,)."""
         return self._abs_max_of[name]
 
     def scale(self, name: str) -> Tensor:
@@ -80,8 +82,8 @@ class Scales(StaticScales):
         return self._scale_of[name]
 
     def fp8_out_again(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
-        """Return where a kernel writes the codes of a tensor that it recomputes. The scale is
-        forward's, and forward has counted the saturated elements."""
+        """Return the buffers of a kernel that recomputes a tensor as codes. The kernel uses
+        forward's scale, and forward has counted the saturated elements."""
         return Fp8Out(codes, transposed, self.scale(name), self._ignored)
 
     def forget(self) -> None:
@@ -132,13 +134,13 @@ class DelayedScales(Scales):
         self._newest = self._alloc("abs_max.newest", 1, 1)
 
     def fp8_out(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
-        """Return where a kernel writes a tensor's codes, with the known scale."""
+        """Return the buffers of a kernel that writes a tensor's codes with the known scale."""
         return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
 
     def product(self, name: str, codes: Tensor | None, *, again: bool = False) -> ProductCodes:
-        """Return where a product writes a tensor's codes. codes: None if memory is not taken yet.
-        again: True if the tensor's statistics have been recorded already, else the codes' reader
-        records these."""
+        """Return the buffers of a product that writes a tensor's codes. codes: None if memory is
+        not taken yet. again: True if the tensor's statistics have been recorded already, else the
+        codes' reader records the statistics."""
         scale, factor, largest = self.scale(name), self._factor_of[name], self._largest_of[name]
         if again:
             return ProductCodes(codes, scale, factor, largest)
@@ -169,9 +171,9 @@ class DelayedScales(Scales):
             self.forget()
 
     def finish_step(self, stats: Tensor) -> None:
-        """Make the next step's scales. This rank's count of saturated elements is added to stats.
-        The norm becomes NaN if a tensor had an infinity, which kernels clamp like any large
-        number."""
+        """Make the next step's scales, and add this rank's count of saturated elements to stats.
+        The norm in stats becomes NaN if a tensor had an infinity, because kernels clamp infinities
+        like large numbers."""
         fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
         self._record()
 
@@ -201,7 +203,8 @@ class DelayedScales(Scales):
         return {f"{STATE}{name}": row for name, row in zip(self._scale_of, history, strict=True)}
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
-        """Restore the histories; begin without any if one of this run's tensors has none."""
+        """Restore the histories. If one of this run's tensors has no history, all histories begin
+        anew."""
         columns = [state.get(f"{STATE}{name}", []) for name in self._scale_of]
         self.ready = all(len(column) == HISTORY for column in columns)
         if self.ready:

@@ -28,18 +28,19 @@ from llmq.ref.quantize.four_bits import GROUP
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 
-ALIGN = 256  # bytes: of tensors, for the fastest products, and of each rank's shard
-PIECE = 1 << 22  # elements encoded at a time: whole groups of NF4's scales
-ROWS = 16  # of a tile of INT8 codes, and its least number of columns
-NUMBER = 4  # F32 elements from one number to the next, 16 bytes
+ALIGN = 256  # bytes: alignment of tensors, for the fastest products, and of ranks' shards
+PIECE = 1 << 22  # elements encoded at a time: a whole number of groups of NF4's scales
+ROWS = 16  # rows of a tile of INT8 codes, and the least number of columns
+NUMBER = 4  # F32 elements from one number to the next: 16 bytes
 
 Write = Callable[[Tensor, int], None]
-"""Function (tensor, first): fill a tensor (n,) with the matrix's elements from `first` on."""
+"""Function (tensor, first) that fills tensor (n,) with the matrix's elements from `first` on."""
 Put = Callable[[str, Tensor, int], None]
-"""Function (name, tensor, byte): store a part of the matrix's tensor `name` from `byte` on."""
+"""Function (name, tensor, byte) that stores `tensor` as the part of the matrix's tensor `name` from
+`byte` on."""
 CodesOf = Callable[[HfPart], Mapping[str, Iterator[np.ndarray]] | None]
-"""Function that returns the tensors of a module's codes as its file has them, in pieces, by name;
-None if the file has no codes of the matrix's format."""
+"""Function that returns by name, in pieces, the tensors that a file has for a module's codes; None
+if the file has no codes of the matrix's format."""
 StorageLayout = dict[str, tuple[tuple[int, ...], DType]]
 """Shape and dtype of the tensors that store a matrix, by name."""
 
@@ -56,7 +57,7 @@ class Frozen(Protocol):
 
 class Run(NamedTuple):
     """Adjacent modules of one size, such as experts, whose tensors lie together. first: element of
-    the matrix where they begin. size: elements of one module."""
+    the matrix at which the run begins. size: number of elements of one module."""
 
     first: int
     size: int
@@ -84,12 +85,12 @@ def runs_of(matrix: Frozen) -> list[Run]:
 
 
 def piece_of(size: int) -> int:
-    """Return how many of `size` elements are encoded at a time."""
+    """Return the number of elements encoded at a time, out of `size`."""
     return min(PIECE, size)
 
 
 class Region(NamedTuple):
-    """A tensor inside a block's bytes. offset: in bytes."""
+    """A tensor inside a block's bytes. offset: the tensor's first byte."""
 
     offset: int
     shape: tuple[int, ...]
@@ -97,8 +98,8 @@ class Region(NamedTuple):
 
 
 class CodeLayout:
-    """Places of the tensors of a block's matrices. nbytes: of all tensors, a multiple of ALIGN for
-    each rank. regions: by a matrix's key and a tensor's name."""
+    """Places of the tensors of a block's matrices. nbytes: bytes of all tensors, a multiple of
+    ALIGN for each rank. regions: place of a tensor, by a matrix's key and a tensor's name."""
 
     def __init__(self, matrices: Mapping[str, StorageLayout], shards: int = 1):
         """matrices: the tensors of each matrix, by key. shards: number of ranks."""
@@ -122,9 +123,9 @@ class CodeLayout:
 
 class Encoder:
     """Scratch for encoding one matrix after another, in pieces. The constructor takes the scratch
-    once, so that plans count the memory. matrix: the matrix to encode. put: stores its tensors.
-    codes: U8, one for each element of a piece. scales: F32, one for ROWS elements. groups: F32, one
-    for GROUP scales."""
+    once, so that plans count the memory. matrix: the matrix to encode. put: stores the matrix's
+    tensors. codes: U8, one code for each element of a piece. scales: F32, one scale for ROWS
+    elements. groups: F32, one number for GROUP scales."""
 
     matrix: Frozen
     put: Put
@@ -138,7 +139,7 @@ class Encoder:
     @contextmanager
     def _scratch(self, dtype: DType) -> Iterator[None]:
         take, n = self.dev.scratch, self._piece
-        blocks = -(-n // ROWS)  # no row and no NF4 block is shorter
+        blocks = -(-n // ROWS)  # no format has a scale for fewer than ROWS elements
         with (
             take("base.x", (n,), dtype) as self._x,
             take("base.codes", (n,), U8) as self.codes,
@@ -152,16 +153,18 @@ class Encoder:
     def of(
         self, matrix: Frozen, write: Write, dtype: DType, put: Put, codes_of: CodesOf
     ) -> Iterator[Encoder]:
-        """Encode `matrix` in a with block. write: gives its elements, in dtype F32 or BF16.
-        codes_of: gives codes of its modules that need no encoding."""
+        """Prepare to encode `matrix` in a with block. write: writes the matrix's elements, in dtype
+        F32 or BF16. put: stores tensors. codes_of: returns codes of modules that need no
+        encoding."""
         with self._scratch(dtype):
             self.matrix, self.put, self._write, self._loaded = matrix, put, write, (0, 0)
             self._codes_of = codes_of
             yield self
 
     def copied(self, number: int, run: Run, index: int, nbytes: Mapping[str, int]) -> bool:
-        """Store a module's codes as its file has them; return False if the file has none. number:
-        of the run, whose tensors are called NAME.number. nbytes: of a module's tensors, by name."""
+        """Store a module's codes from its file; return False if the file has no codes. number:
+        number of the run, whose tensors are called NAME.number. index: index of the module in the
+        run. nbytes: bytes of a module's tensors, by name."""
         tensors = self._codes_of(run.parts[index])
         if tensors is None:
             return False
@@ -178,12 +181,12 @@ class Encoder:
         return True
 
     def number(self, index: int) -> Tensor:
-        """Return one of two numbers, F32 (1,). index: 0 or 1."""
+        """Return scratch for one number, F32 (1,). index: 0 or 1."""
         return self._numbers.rows(NUMBER * index, NUMBER * index + 1)
 
     def pieces(self, size: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-        """Yield (first, count) of the pieces of `size` elements; counts but the last are
-        multiples."""
+        """Yield (first, count) of each piece of `size` elements. All counts but the last are
+        multiples of `multiple`."""
         step = self._piece // multiple * multiple
         for first in range(0, size, step):
             yield first, min(step, size - first)
@@ -199,17 +202,17 @@ class Encoder:
 
 class Storage:
     """Base class of the number formats of frozen matrices, with a subclass in each format's file.
-    dev: the device that makes codes, and decodes or multiplies them."""
+    dev: the device that makes, decodes or multiplies codes."""
 
     def __init__(self, dev: Device):
         self.dev = dev
 
     def layout(self, matrix: Frozen) -> StorageLayout:
-        """Return the tensors that store a matrix."""
+        """Return shapes and dtypes of the tensors that store a matrix."""
         raise NotImplementedError
 
     def piece(self, matrix: Frozen) -> int:
-        """Return the number of elements encoded at a time."""
+        """Return the number of elements of the matrix that are encoded at a time."""
         return piece_of(matrix.size)
 
     def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
@@ -223,19 +226,21 @@ class Storage:
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
     ) -> None:
-        """Write a matrix to out, of its shape. scale: F32 (1,) out, if out is E4M3; else None."""
+        """Decode a stored matrix to out, of the matrix's shape. kept: the tensors that store the
+        matrix. scale: out, F32 (1,), if out is E4M3; else None."""
         raise NotImplementedError
 
     def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
-        """Return the operand of a stored matrix. transposed: its codes (..., in, out)."""
+        """Return the operand of a stored matrix. transposed: transposed codes (..., in, out)."""
         raise NotImplementedError
 
     def has_coded(self, matrix: Frozen) -> bool:
-        """Whether `coded` gives an operand of the matrix."""
+        """True if `coded` supports the matrix."""
         return False
 
     def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
-        """The operand of a matrix as it is kept, which products of few rows decode themselves."""
+        """Return the operand of a stored matrix for products of few rows, which decode the codes
+        themselves."""
         raise NotImplementedError
 
     @staticmethod
