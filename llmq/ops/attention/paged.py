@@ -165,9 +165,8 @@ def attend(
     stores: bool = True,
     scales: Tensor | None = None,
 ) -> None:
-    """Store the new tokens of each sequence in the cache, and compute their attention to the
-    sequence's tokens: token i of sequence s, at position lengths[s] + i, sees positions up to its
-    own. For tensors that are not listed here, see `store`.
+    """Store the new tokens of each sequence in the cache, and compute their attention: token i of
+    sequence s, at position lengths[s] + i, sees positions up to its own. Other tensors: see store.
 
     out: (S, n, Hq, Hd) or (S, n, Hq*Hd), 0 from token new[s] on; without v_cache (S, n, Hq, Vd),
     as values are the first Vd channels of keys. window: number of positions that a token sees, its
@@ -179,9 +178,8 @@ def attend(
     added one after the other. ValueError for a window below 1, or a scale that is not positive.
 
     Cost:    reads the used part of the cache once for 16 query heads of a key/value head, which is
-             not counted; with `arrived` and up to FEW tokens of a sequence: one launch, and scratch
-             of 4 * S * n * Hq * (Vd + 2) bytes for each SPLIT positions of the table; else two
-             launches.
+             not counted; two launches. With `arrived` and n <= FEW: one launch, and scratch of
+             4 * S * n * Hq * (Vd + 2) bytes for each SPLIT positions of the table.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     given = {"qkv": qkv, "k_cache": k_cache, "table": table} | heads
