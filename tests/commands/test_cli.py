@@ -302,6 +302,7 @@ COMMANDS = [
             "chat": False,
             "device": "auto",
             "model_dtype": "fp32",
+            "verbose": False,
         },
     ),
     (
