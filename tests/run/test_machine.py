@@ -13,6 +13,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.checks import attention_backend
 from llmq.runtime import compile, cuda_api, cuda_device, host_usage, machine
+from llmq.runtime import cudnn as cudnn_library
 from llmq.runtime.device import DeviceSpec, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine, divide_gpus
 from llmq.runtime.mesh import Mesh
@@ -109,7 +110,7 @@ def test_a_gpus_thread_moves_near_to_it(monkeypatch):
     two = machine.Machine(kind="cuda", spec=GPU, note=None, world=World.of(2))
     two.open(sizes, mesh=(mesh := Mesh.of(2, 1)), tune=False)
     options = {"graphs": True, "tune": False, "mesh": mesh}
-    options["num_sms"] = GPU.num_sms
+    options |= {"num_sms": GPU.num_sms, "folders": ()}
     assert calls == ["bus 1", ((1, sizes), options)]
     calls.clear()
     machine.Machine(kind="cuda", spec=GPU, note=None).open(sizes)
@@ -151,9 +152,17 @@ def cudnn(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", library)
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
     warn_once.cache_clear()
+    forget_cudnn()
     yield library
     warn_once.cache_clear()
+    forget_cudnn()
     assert library.open == 0
+
+
+def forget_cudnn():
+    """Close the libraries that checks have left to the run."""
+    while cudnn_library._kept:
+        cudnn_library._kept.popitem()[1].close()
 
 
 def backend(attention, **options):
@@ -183,6 +192,7 @@ def test_cudnn_knows_windows_but_no_documents(cudnn):
     assert attention_backend(make_config(given), windows, gpu) == "cudnn"
     assert cudnn.built - built == 4  # forward and backward, with the window and without
     given["attention"] = "auto"
+    forget_cudnn()
     assert attention_backend(make_config(given), windows, gpu) == "auto"
     assert cudnn.built - built == 6  # not the backward, which is ours on Hopper
 

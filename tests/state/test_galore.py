@@ -85,6 +85,7 @@ def test_steps_are_those_of_galore_torch(of, own):
         dev, step = session.dev, session.step
         pieces = step.optimizer.matrix_states["galore.projection"]
         of_torch: dict[tuple, OfTorch] = {}
+        compared = set()
         for number in range(4):
             before = {name: dev.download(t) for name, t in step.weights.master.items()}
             session.train(number, lr=1e-2)
@@ -108,12 +109,15 @@ def test_steps_are_those_of_galore_torch(of, own):
                     want = 1e-2 * (want + cfg.weight_decay * old)
                     moved = old - after[part].reshape(rows, columns)
                     error = np.linalg.norm(moved - want) / np.linalg.norm(want)
-                    # The order of sums in F32. It turns vectors of nearly equal singular values,
-                    # and those of values below 2^-12 of the largest, which are lost in its square.
+                    # The order of sums in F32 turns vectors of nearly equal singular values.
+                    # Vectors of values below 2^-12 of the largest are lost in its square: any are
+                    # as good.
                     values = torch.linalg.svdvals(grad)
-                    lost = values[rank - 1] < 1e-3 * values[0]
-                    bound = (2.0**-4 if lost else 1e-2) if own else 1e-5
-                    assert error < bound, (slab.name, start, error)
+                    if own and values[rank - 1] < 1e-3 * values[0]:
+                        continue
+                    compared.add(number)
+                    assert error < (1e-2 if own else 1e-5), (slab.name, start, error)
+        assert {0, 2} <= compared if own else len(compared) == 4
         return [session.step.result(session.train(4))]
 
     run(1, 1, program, of=of, **more)

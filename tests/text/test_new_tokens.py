@@ -147,7 +147,7 @@ def test_adapters_train_the_new_rows_alone(place, capsys):
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-3)
     go_on = ["--adapter", "output/new", "--add-tokens", TOKENS, "--base-dtype", "nf4"]
-    assert train(*go_on, "--name", "on") == 0
+    assert train(*go_on, "--name", "on", "--ckpt-final") == 0
     assert _run(["export", "--checkpoint-dir", "ckpt/on", "--out-dir", "again"]) == 0
     for name, x in load_file("output/on/adapter_model.safetensors").items():
         np.testing.assert_array_equal(load_file("again/adapter_model.safetensors")[name], x)

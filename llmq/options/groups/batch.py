@@ -43,7 +43,7 @@ class BatchOptions:
     @property
     def local_seq_len(self) -> int:
         """Tokens T of a sequence on one device; `seq_len` is the length in the data."""
-        return self.seq_len // self.context_parallel
+        return self.seq_len // max(self.context_parallel, 1)  # 0 is refused later
 
     @property
     def micro_tokens(self) -> int:
