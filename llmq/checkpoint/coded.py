@@ -439,8 +439,8 @@ def quantization_of(directory: Path, config: Mapping[str, Any]) -> Mapping[str, 
 
 
 def decoded(stored: Mapping[str, FileTensor], config: Mapping[str, Any]) -> Tensors:
-    """Return the tensors of a file, in which each CodedMatrix replaces codes and scales. config:
-    the quantization_config. LlmqError for codes that cannot be read."""
+    """Return a file's tensors, with one CodedMatrix in the place of each matrix's codes and scales.
+    config: quantization_config of config.json. LlmqError for codes that cannot be read."""
     tensors: Tensors = dict(stored)
     try:
         CODED[config["quant_method"]](tensors, config)

@@ -414,7 +414,7 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[SequenceSource], weights: Sequence[float]) -> None:
-        """weights: weight of each source, above 0; the sum does not matter."""
+        """weights: relative weights of the sources, each above 0; they need not sum to 1."""
         self.sources = list(sources)
         self.shares = shares_of(sum(source.count for source in sources), weights)
         self.counts = [sum(self.shares)]

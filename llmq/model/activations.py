@@ -88,9 +88,9 @@ class HalfOut(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Cache blocks of layers with a window. Each text has a ring of `length` blocks, where new
-    tokens overwrite tokens that no later token sees. texts: number of rings. layers: the layers
-    with a window."""
+    """Key-value cache of layers with sliding-window attention. Each text has a ring of `length`
+    cache blocks, where keys and values of new tokens overwrite keys and values outside the window.
+    texts: number of rings. layers: numbers of the layers with a window."""
 
     texts: int
     length: int

@@ -419,7 +419,8 @@ def rates_of(
 
 
 # Bytes of 4-bit codes that one multiprocessor decodes per second, by the largest number of rows of
-# the product. Measured with a 7B model on one H200.
+# the product. Fitted to a 7B model on one H200 (benchmarks/h200/2026-11-30/h200_decode.md has 1 and
+# 64 rows); no other card was measured.
 FOUR_BITS = ((8, 10e9), (16, 7.8e9), (math.inf, 3.8e9))
 
 

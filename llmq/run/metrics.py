@@ -230,7 +230,7 @@ class Reporter:
     def time_breakdown(
         self, step: int, timings: Sequence[Sequence[tuple[str, float]]], communication: float | None
     ) -> None:
-        """For --debug-time-breakdown, log the parts of a step, and print the parts of rank 0.
+        """Log all ranks' times of the parts of a step (--debug-time-breakdown), and print rank 0's.
         timings: name and ms of each part, by rank. communication: see Result.
         """
         parts = [_parts(ranges) for ranges in timings]
@@ -349,8 +349,8 @@ class Reporter:
             self.log.write("choices", step, choices=chosen)
 
     def seconds(self, what: str, parts: Mapping[str, float], step: int) -> None:
-        """Log the seconds of a start's parts by name, and print those of SHOWN_SECONDS or more.
-        what: name of the start."""
+        """Log how many seconds each part of a start took; print parts of SHOWN_SECONDS or more.
+        what: the name of the start. parts: seconds by the part's name."""
         if not parts:
             return
         shown = [f"{s:.1f} {name}" for name, s in parts.items() if s >= SHOWN_SECONDS]

@@ -62,9 +62,9 @@ class Rank:
         self.micro_step = 0  # number of the micro-step that is being enqueued, for diagnosis
 
     def warm_up(self, model: ModelConfig, seed: int) -> None:
-        """Run a whole step once without the other ranks, ignoring its results; capture all graphs.
-        Loading and tuning kernels waits until the GPU is idle, sometimes under a lock of the
-        process. In a step whose streams wait for other ranks this would deadlock."""
+        """Run a training step once without the other ranks, drop its results, and capture all CUDA
+        graphs. Loading and tuning kernels waits until the GPU is idle, sometimes under a lock of
+        the process. In a step whose streams wait for other ranks this would deadlock."""
         with silenced(self.dev), self.dev.without_graphs():
             self.step.weights.init(model, seed)
             rehearse(self.step)

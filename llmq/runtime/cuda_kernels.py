@@ -105,7 +105,7 @@ class Loaded:
     def allow(self, smem: int) -> None:
         """Let launches request `smem` bytes of dynamic shared memory."""
         if smem > self.shared:
-            # A second CudaDevice of this GPU shares the module, and may have requested more.
+            # Another CudaDevice of this GPU has the same module, and may have raised the limit.
             self.shared = max(smem, self._raw.max_dynamic_shared_size_bytes)
             self._raw.max_dynamic_shared_size_bytes = self.shared
 

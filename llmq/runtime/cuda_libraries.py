@@ -10,8 +10,8 @@ import os
 import threading
 from importlib import metadata
 
-# CUDA 12 libraries whose names differ in CUDA 13, and each one's folder in its wheel. cuDNN and
-# NCCL have the same names in both releases.
+# Folders, within CUDA 12's wheels, of the libraries whose file names are others in CUDA 13. The
+# file names of cuDNN and NCCL are the same in both releases.
 LIBRARIES_OF_12 = {
     "libnvrtc.so.12": "nvidia/cuda_nvrtc/lib",
     "libcublasLt.so.12": "nvidia/cublas/lib",

@@ -201,9 +201,9 @@ def scales_bytes(rows: int, depth: int) -> int:
 def computes_right(
     cuda: Any, stream: int, workspace: Tensor, run: Callable[[Product, Operands], None]
 ) -> bool:
-    """True if a block-scaled product of small integers is right to the bit, with beta 0 (over NaN
-    in the result's memory) and with beta 1. Waits for the stream. workspace: U8, the workspace of a
-    product; the test's data lie at its start. run: enqueues a product."""
+    """Return whether cuBLASLt multiplies small integers with block scales exactly, both when the
+    result overwrites NaNs (beta 0) and when it is added (beta 1). Waits for the stream. workspace:
+    U8, the workspace of a product; the test's data lie at its start. run: enqueues a product."""
     if workspace.nbytes < 2 * TRIAL_BYTES:
         return False
     offset = 0

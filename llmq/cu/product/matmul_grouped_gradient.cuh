@@ -155,8 +155,8 @@ struct Epilogue {
     u32 salt;
     int M, N;
 
-    // Prefetch d to L2 while the tile is multiplied, or each warp would wait for device memory two
-    // dozen times. Each thread of the warpgroup prefetches a row.
+    // Prefetch this tile's rows of the gradient d to the L2 cache while tensor cores multiply the
+    // tile, or each warp would wait for device memory two dozen times. A thread prefetches one row.
     __device__ __forceinline__ void prefetch(const Tile& tile, int thread) const {
         const int row = tile.row + thread;
         if (!accumulate || tile.count == 0 || row >= M) { return; }

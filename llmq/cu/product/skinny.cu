@@ -18,8 +18,7 @@
 //          b; grid (b's rows / (16 SPREAD), E); dynamic shared memory for all stages, or all warps'
 //          sums.
 // Cost     memory: b once, in 16-byte loads past L1; a from L1 and L2 for each block. First loads
-//          of b are in flight while the kernel before this one still runs. NF4, few rows: about
-//          seven instructions for each code.
+//          of b are in flight while the kernel before this one still runs.
 // Needs    sm_80; K a multiple of 8, of bytes of 16; M <= ROWS. b, codes and scales are written by no
 //          kernel that is launched programmatically. A sum's order follows from K alone, not from M,
 //          N or the other rows.

@@ -98,7 +98,7 @@ class SharedExpert:
     def backward(
         self, ctx: LayerContext, x: Operand | None, up: Tensor, d_out: Tensor, d_x: Tensor | None
     ) -> None:
-        """Compute d_x (S, C), unless None, and the weights' gradients; overwrites up."""
+        """Compute d_x (S, C), unless d_x is None, and the weights' gradients. Overwrites `up`."""
         dev, linear, operands = self.dev, self.linear, self.operands
         layer, kept, gate = ctx.layer, ctx.layer.saved.shared, ctx.w.get("shared_gate")
         with ExitStack() as temps:

@@ -34,10 +34,11 @@ class Documents(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The numbers of a loss. kind: SIGMOID (DPO and SimPO), IPO, ORPO or KTO. normalize: 1: gains
-    are divided by the document's tokens. beta, gamma, smoothing: as published. sft: the weight of
-    the chosen document's mean cross-entropy. With KTO, gamma and sft are the weights of desirable
-    and of undesirable documents."""
+    """The constants of a preference loss. kind: SIGMOID (DPO and SimPO), IPO, ORPO or KTO.
+    normalize: 1 if a document's gain is divided by its number of tokens, else 0. beta, gamma,
+    smoothing: the constants of the loss's paper. sft: the weight of the chosen document's mean
+    cross-entropy. With KTO, gamma and sft are the weights of desirable and of undesirable
+    documents."""
 
     kind: int
     normalize: int
