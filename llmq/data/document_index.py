@@ -149,7 +149,7 @@ def has_trained_tokens(file: TokenFile, block: int = _BLOCK) -> bool:
     return False
 
 
-def trained_tokens(file: TokenFile, offsets: np.ndarray, block: int = _BLOCK) -> np.ndarray:
+def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
     """Number of trained tokens of each document, int64 (n,), without first tokens, which are never
     targets. offsets: offsets of the documents, int64 (n + 1,). Reads all masks of the file, many
     bits at a time."""
