@@ -4,14 +4,13 @@
     PYTHONPATH=. tools/predicted.py benchmarks/*/*/*.json > benchmarks/predicted.md
     PYTHONPATH=. tools/predicted.py --card-file rig.json benchmarks/*/*/*.json
 
-Reads the JSON reports of `llmq bench`; runs on cards that llmq/options/cards.py does not know are
-left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
-has or fewer, are shown, predicted by what was measured there, and again by the data sheet. Two more
-columns are shares of the kernels' predicted time: of kernels whose kind is in the card file, and of
-kernels whose kind and size are. The time of other kernels follows from similar kernels, or from the
-data sheet. --several shows only runs on more than one GPU, also on more GPUs than the card file
-has. --since leaves out runs before a date.
-"""
+Reads the JSON reports of `llmq bench`; runs on cards that llmq/options/cards.py does not know, and
+runs with --share are left out. With a card file (rig.json of `llmq rig`) only runs on its card, and
+on as many GPUs as it has or fewer, are shown, predicted by what was measured there, and again by
+the data sheet. Two more columns are shares of the kernels' predicted time: of kernels whose kind is
+in the card file, and of kernels whose kind and size are. The time of other kernels follows from
+similar kernels, or from the data sheet. --several shows only runs on more than one GPU, also on
+more GPUs than the card file has. --since leaves out runs before a date. """
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ import typer
 
 from llmq.options.cards import CARDS, Card, card_from, spec_of
 from llmq.options.options_io import make_config
-from llmq.options.presets import preset
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import Rates, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.plan import Plan
+from llmq.run.model_of_run import model_of_run
 from llmq.runtime.plan_device import Work
 
 PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
@@ -38,7 +37,7 @@ PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}
 def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
     """The plan of a run on `gpus` of these cards."""
     config = make_config(options)
-    model, spec = preset(config.model), spec_of(card)
+    model, spec = model_of_run(config)[0], spec_of(card)
     planner = Planner(model, spec, installed_attention(config, model, spec), card, gpus)
     return planner.plan(planner.with_fewest_parts(config))
 
@@ -120,6 +119,7 @@ def main(
                     continue
                 cards = [rig, card]
             counts = run["gpus"] > several and date_of(report, run) >= since
+            counts = counts and "share" not in run["options"]
             if run["status"] == "ok" and counts:
                 line, difference = row(cards, run)
                 differences.append(difference)

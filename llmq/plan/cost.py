@@ -63,12 +63,13 @@ BOTH_WAYS = 1.74
 # Kernels that access host memory directly reach this share of a copy's rate; key: True for kernels
 # that write there (h200_bus.txt).
 KERNEL_SHARE = {False: 0.94, True: 0.87}
-# Exchanges over NVLink beside kernels, as `llmq rig` measured two H200 (h200_rig); key: True with
-# NCCL. LINK_SHARE: rate of the largest gathers, divided by the card's `link`; 8 channels of NCCL
-# reached 89 GB/s, copies 363 GB/s. BESIDE_LINK: factor on the duration of kernels beside an
-# exchange.
-LINK_SHARE = {True: 0.40, False: 1.61}
-BESIDE_LINK = {True: 1.20, False: 1.10}
+# Exchanges over NVLink beside kernels; key: True with NCCL. LINK_SHARE: rate of the largest
+# gathers, divided by the card's `link`; 8 channels of NCCL reach 89 GB/s. BESIDE_LINK: factor on
+# the duration of kernels beside an exchange. Copies alone reach 363 GB/s, and `llmq rig` measured
+# factors of 1.2 and 1.1 on two H200; these values fit whole ZeRO-3 steps there, whose GPUs are at
+# their power limit (h200_several.md).
+LINK_SHARE = {True: 0.40, False: 1.0}
+BESIDE_LINK = {True: 1.40, False: 1.30}
 # Exchanges through host memory; key: True with NCCL. HOST_SHARE: rate of a direction while both are
 # busy, divided by the bus's one-way rate (two H200). HOST_MEMORY: bytes per second of host memory
 # for all GPUs and directions together (four H200). Plain copies of four H200 reach 134 to 180 GB/s
@@ -145,11 +146,14 @@ NATIVE_ATTENTION = {
         MAX_HEAD_DIM: Attention(4.84e12, 125, None),
     },
 }
-# Attention is slower if the keys and values of one head fill more than CACHED bytes of the cache;
-# key: compute capability. Hopper's cache has 50 MB in two halves. Both numbers fit two runs, of
-# 49,152 and 65,536 tokens with heads of 128 (h100_rows.md).
+# Attention is slower by the factor UNCACHED if the keys and values of one head fill more than
+# CACHED bytes of the cache (key: compute capability; Hopper's cache has 50 MB in two halves) and
+# the memory is slower than HIDES_MISSES, in GB/s. The numbers fit two runs on an H100, of 49,152
+# and 65,536 tokens with heads of 128 (h100_rows.md), and runs of 131,072 tokens on an H200, whose
+# memory is 1.4 times as fast (h200_x2_context.md).
 CACHED = {90: 20e6}
 UNCACHED = 1.09
+HIDES_MISSES = 4000
 
 
 class Delta(NamedTuple):
@@ -376,7 +380,8 @@ class Rates:
             # Documents cost as much as a window that hides as many pairs.
             narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
         keys = 2 * BF16.itemsize * head_dim * narrow  # bytes of visible keys and values
-        if keys > CACHED.get(self.card.capability, math.inf):
+        cached = CACHED.get(self.card.capability, math.inf)
+        if keys > cached and self.card.bandwidth < HIDES_MISSES:
             rate /= UNCACHED
         return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
 
