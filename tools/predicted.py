@@ -10,7 +10,7 @@ on as many GPUs as it has or fewer, are shown, predicted by what was measured th
 the data sheet. Two more columns are shares of the kernels' predicted time: of kernels whose kind is
 in the card file, and of kernels whose kind and size are. The time of other kernels follows from
 similar kernels, or from the data sheet. --several shows only runs on more than one GPU, also on
-more GPUs than the card file has. --since leaves out runs before a date. """
+more GPUs than the card file has. --since leaves out runs before a date."""
 
 from __future__ import annotations
 

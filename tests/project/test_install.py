@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -243,7 +244,12 @@ def test_a_run_beside_a_cuda_build_of_pytorch(tmp_path, first):
     if problem := gpu_problem():
         pytest.skip(problem)
     command = [sys.executable, "-c", BESIDE_PYTORCH, first]
-    done = subprocess.run(command, cwd=make_workplace(tmp_path), capture_output=True, text=True)
+    workplace = make_workplace(tmp_path)
+    for _ in range(10):
+        done = subprocess.run(command, cwd=workplace, capture_output=True, text=True)
+        if "out of memory" not in done.stderr:
+            break
+        time.sleep(5)  # tests of other workers hold the whole GPU for some seconds
     assert done.returncode == 0, done.stderr
     release, nvrtc = done.stdout.split()[-2:]
     assert first == "torch" or release in ("None", nvrtc)
