@@ -1,7 +1,8 @@
-"""JSON log of a run: one array that is complete after every record.
+"""The JSON log of a run: a single array that is complete after every record.
 
-Numbers that are not finite are written as null. A run that resumes from a checkpoint before its
-last step undoes the later steps: the log keeps their records, and a curve shows each step once.
+Numbers that are not finite are written as null. A run that resumes from an earlier checkpoint
+undoes the steps after this checkpoint: the log keeps the undone records, and a curve shows each
+step once.
 """
 
 import errno
@@ -23,17 +24,17 @@ from llmq.base.files import check_readable, disk_errors, free_name
 from llmq.base.records import elements
 from llmq.base.run_id import RunId
 
-DONE = ("Done. validation loss", "Done. No validation")  # message of a finished run
+DONE = ("Done. validation loss", "Done. No validation")  # first words of a finished run's message
 _EMPTY_LOG = b"[\n]\n"
 _LOG_END = b"\n]\n"
 RETRY_SECONDS = 0.1
-_HEAD_BYTES = 256  # first bytes, which identify a log by its first record's time
-_FIRST_RECORD_BYTES = 1 << 20  # longest first record; the record has the command line
+_HEAD_BYTES = 256  # first bytes of a log, which identify the log by its first record's time
+_FIRST_RECORD_BYTES = 1 << 20  # longest first record, which has the command line
 _RECORD_BEGINS = b'{"log": "'
 
 
 def _json_value(value: Any) -> Any:
-    """Return the value in JSON's types; floats that are not finite become None."""
+    """Return the value as JSON types; floats that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Path):
@@ -46,25 +47,25 @@ def _json_value(value: Any) -> Any:
 
 
 def _utc_now() -> str:
-    """UTC time as YYYY-MM-DD HH:MM:SS with nanoseconds."""
+    """Return the UTC time as YYYY-MM-DD HH:MM:SS with nanoseconds."""
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{nanoseconds:09d}"
 
 
 class JsonLog:
-    """A JSON array on disk, one record a line, that receives records during a run. Each system call
-    writes a record and the array's end, so the file is valid whenever the process stops. Records
+    """Writes records during a run into a JSON array on disk, one record a line. Each system call
+    writes a record and the array's end, and the file is valid whenever the process stops. Records
     that the disk refuses wait in memory, with one warning, until a later record. A file that
-    vanishes or is cut is begun anew, with a warning; if another file has taken its place, the log
+    vanishes or is cut is begun anew, with a warning; if another file has taken the path, the log
     begins anew beside that file. listeners: callbacks that get each record."""
 
     def __init__(self, path: Path, *, append: bool = False):
-        """append: continue an existing log; else replace it.
+        """append: continue an existing log; if False, replace the log.
 
-        A torn tail behind the last whole record, left by a machine that stopped, is cut off with a
-        warning. Raises LlmqError for a path that cannot be written, a file to continue that is no
-        log, or a file to replace that does not even begin as a log: a typing error would cost that
-        file.
+        An incomplete record at the end, left by a machine that stopped, is cut off with a warning.
+        Raises LlmqError for a path that cannot be written, or a file to continue that is no log. A
+        file to replace must at least begin as a log, because a typing error in the path would cost
+        the file.
         """
         self.path = path
         self.listeners: list[Callback] = []
@@ -80,7 +81,7 @@ class JsonLog:
                         raise LlmqError(
                             f"'{path}' is no log and is not overwritten: choose another --log-file"
                         )
-            # No buffer: a kill would lose its content.
+            # Writes are unbuffered, because a kill would lose the content of a buffer.
             self._file = open(path, "r+b" if keep else "w+b", buffering=0)  # noqa: SIM115
             if not self._file.seekable():
                 raise LlmqError(f"'{path}' cannot hold a log: it is no file on a disk")
@@ -90,8 +91,8 @@ class JsonLog:
                 self._mend()
 
     def _mend(self) -> None:
-        """Cut a log without its end back to its last whole record. LlmqError if it is more than
-        torn."""
+        """Cut a log without an end back to the last whole record. Raises LlmqError for other
+        damage."""
         with open(self.path, "rb") as file:
             end = count = 0
             with suppress(DataError):
@@ -124,7 +125,7 @@ class JsonLog:
             self._waiting.insert(0, self._first)
 
     def write(self, log: str, step: int, **fields: Any) -> None:
-        """Add one record; every record has `log`, `time` (UTC) and `step`."""
+        """Add a record; every record has `log`, `time` (UTC) and `step`."""
         record = {"log": log, "time": _utc_now(), "step": step} | _json_value(fields)
         line = json.dumps(record, allow_nan=False).encode()
         self._waiting.append(line)
@@ -139,7 +140,7 @@ class JsonLog:
             self._tell(_parsed(line))
 
     def _tell(self, record: dict[str, Any]) -> None:
-        """Send a record to all listeners; records that a listener writes meanwhile follow in
+        """Send a record to all listeners. Records that a listener writes meanwhile follow in
         order."""
         self._news.append(record)
         if len(self._news) > 1:
@@ -153,7 +154,7 @@ class JsonLog:
             self._news.clear()
 
     def _write_waiting(self) -> str | None:
-        """Write all waiting records; return the reason if they must wait longer, else None."""
+        """Write all waiting records. Returns None, or why the records must wait longer."""
         try:
             self._check_place()
             first = self._end == len(_EMPTY_LOG)
@@ -165,7 +166,8 @@ class JsonLog:
         return None
 
     def _check_place(self) -> None:
-        """Begin the log anew if another file has its path or it has been cut. Raises OSError."""
+        """Begin the log anew if another file has the log's path or the log was cut. Raises
+        OSError."""
         mine = os.fstat(self._file.fileno())
         if not stat.S_ISREG(mine.st_mode):
             return
@@ -182,7 +184,7 @@ class JsonLog:
             self._end = current.st_size
             try:
                 self._mend()
-            except LlmqError:  # no record is whole
+            except LlmqError:  # no record is whole any more
                 self._begin_anew(self.path, "has been cut by somebody else")
 
     def _begin_anew(self, path: Path, problem: str) -> None:
@@ -202,7 +204,7 @@ class JsonLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             self._file.seek(start)
-            self._file.write(_LOG_END)  # overwrites, which needs no more disk space
+            self._file.write(_LOG_END)  # overwriting needs no more disk space
             self._file.truncate(self._end)
             raise
         self._end = start + len(data)
@@ -216,7 +218,7 @@ class JsonLog:
 
 
 def has_records(path: Path) -> bool:
-    """True if a regular file begins as a log with at least one record."""
+    """Return True if a regular file begins as a log with at least one record."""
     if not path.is_file():
         return False
     with disk_errors(path), open(path, "rb") as file:
@@ -225,7 +227,7 @@ def has_records(path: Path) -> bool:
 
 
 def log_owner(path: Path) -> RunId | None:
-    """Return the run that the first record names; None if it names none."""
+    """Return the run that the first record names, or None."""
     try:
         return RunId.of(json.loads(_first_record(path))["run"])
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -233,8 +235,8 @@ def log_owner(path: Path) -> RunId | None:
 
 
 def is_damaged_log(path: Path) -> bool:
-    """True if the path holds something that is no log: a folder, a pipe, or a file that neither
-    begins with a record nor is a torn first record."""
+    """Return True if the path holds something other than a log: a folder, a pipe, or a file that
+    begins neither with a record nor with an incomplete first record."""
     if not path.is_file():
         return path.is_dir() or path.is_fifo()
     with disk_errors(path), open(path, "rb") as file:
@@ -251,24 +253,24 @@ def _first_record(path: Path) -> bytes:
 
 
 class LogReader:
-    """Reader of a log that may still grow: each call returns new records only."""
+    """Reads a log that may still grow; each call returns new records only."""
 
     def __init__(self, path: Path, retry: float = RETRY_SECONDS):
         """retry: seconds until an incomplete record is read a second time."""
         self.path, self._retry = path, retry
         self.count = 0  # records read so far
-        self._offset = 0  # byte behind the last record
+        self._offset = 0  # offset of the byte behind the last record
         self._head = b""
 
     def new_records(self) -> Iterator[dict[str, Any]]:
         """Yield the complete new records, with `time` in seconds since 1970.
 
-        LlmqError if the log cannot be read, is no log, or has been replaced or cut.
+        Raises LlmqError if the log cannot be read, is no log, or has been replaced or cut.
         """
         try:
             try:
                 yield from self._new_records()
-            except DataError:  # perhaps a write was under way
+            except DataError:  # perhaps a write was under way during the read
                 time.sleep(self._retry)
                 yield from self._new_records()
         except OSError as error:
@@ -283,7 +285,7 @@ class LogReader:
         check_readable(self.path)
         with open(self.path, "rb") as file:
             head = os.pread(file.fileno(), _HEAD_BYTES, 0)
-            # One read: the next record replaces the log's end.
+            # A single read, because the next record replaces the log's end.
             size = os.fstat(file.fileno()).st_size - self._offset
             data = os.pread(file.fileno(), max(size, 0), self._offset)
         if not head.startswith(self._head):
@@ -298,7 +300,8 @@ class LogReader:
 
 @contextmanager
 def as_written(log: Path, what: str) -> Iterator[None]:
-    """Turn errors of the block into a DataError that names `what`, a malformed part of this log."""
+    """Turn errors within the context into a DataError that names `what`, a malformed part of this
+    log."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -308,7 +311,7 @@ def as_written(log: Path, what: str) -> Iterator[None]:
 
 
 def _is_torn_beginning(data: bytes) -> bool:
-    """True if the data may be the torn beginning of a log's first record."""
+    """Return True if the data may be the incomplete beginning of a log's first record."""
     line = data.removeprefix(b"[").strip(b" \n\0")
     begins = line.startswith(_RECORD_BEGINS) or _RECORD_BEGINS.startswith(line)
     torn = begins and b"\n" not in line and not _is_record(line)
@@ -339,14 +342,14 @@ _OF_STEPS = ("step", "rollout", "gpu", "cpu", "abs-maxes", "fast-products", "cho
 
 
 class Course:
-    """Tracker of resumed steps along the records of a log."""
+    """Finds records of resumed runs that undo earlier records of a log."""
 
     def __init__(self) -> None:
         self._newest = -1  # newest step
 
     def back_to(self, record: dict[str, Any]) -> int | None:
-        """Return the number of done steps to which this record goes back; None if it undoes no
-        record."""
+        """Return the number of steps after which this record continues, if the record undoes
+        earlier steps; else None."""
         if record["log"] not in ("step", "cmd"):
             return None
         is_step = record["log"] == "step"
@@ -358,18 +361,18 @@ class Course:
 
 
 def is_undone(record: dict[str, Any], steps: int) -> bool:
-    """True if going back to `steps` done steps undoes this record."""
+    """Return True if going back to `steps` done steps undoes this record."""
     of_step = record["log"] in _OF_STEPS or record.get("type") == "time-breakdown"
     return record["step"] >= steps if of_step else record["step"] > steps
 
 
-# Records between two steps that a resumed run repeats if its checkpoint is older, and the fields
-# that identify such an evaluation.
+# Kinds of evaluation records, which a resumed run repeats if its checkpoint is older, with the
+# fields that identify an evaluation.
 _REPEATED = {"eval": ("name", "eval_tokens"), "task": ("name", "metric"), "sample": ("prompt",)}
 
 
 def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of a log without undone steps and without evaluations that a resumed run
+    """Return the records of a log without undone steps, and without evaluations that a resumed run
     has repeated."""
     course, kept = Course(), []
     begun = resumed_at = 0  # number of kept records before the newest `cmd`; step of that `cmd`
@@ -387,6 +390,6 @@ def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_repeated(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if two evaluation records have the same name and step."""
+    """Return True if two evaluation records have the same name and step."""
     fields = ("log", "step", *_REPEATED[other["log"]])
     return all(one.get(name) == other.get(name) for name in fields)

@@ -1,5 +1,5 @@
-"""The trainer: ranks and their threads, the training loop, and what it prints and logs.
+"""The trainer: ranks and their threads, the training loop, and the loop's console output and log.
 
-Imports everything below: base to plan.
-Start with `trainer.py` and `loop.py`.
+This folder imports all folders below, from base to plan. Begin to read with `trainer.py` and
+`loop.py`.
 """

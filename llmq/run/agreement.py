@@ -1,4 +1,4 @@
-"""Checks that all processes of a run agree, before the run's first step."""
+"""Checks, before a run's first step, that all processes of the run agree."""
 
 import hashlib
 import platform
@@ -27,7 +27,7 @@ def check_start(
 ) -> None:
     """Raise ConfigError for the first version, option, model field or plan that differs.
 
-    plan: memory and graphs of a rank. weights: the model's first weights.
+    plan: memory and CUDA graphs of a rank. weights: files of the model's first weights.
     """
     if not world.several:
         return
@@ -50,7 +50,7 @@ def check_start(
 def check_token_files(loaders: Sequence[DataLoader], world: World) -> None:
     """Raise DataError for the first token file that differs between processes.
 
-    Compares name, size, and the bytes at both ends, with the header.
+    The check compares name, size, and the bytes at both ends, which include the header.
     """
     if not world.several:
         return

@@ -1,4 +1,4 @@
-"""Batches of a run: from token files by rank, from a caller after checks, or random."""
+"""Batches of a run: read from token files by rank, given by a caller and checked, or random."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,9 +26,9 @@ DOCUMENT_TOKENS = (100, 1000)  # shortest and longest document of random batches
 
 
 def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConfig) -> Batch:
-    """A batch of random tokens, all equally likely. With --document-mask the tokens form documents
-    of DOCUMENT_TOKENS; for a preference loss documents form pairs, with the chosen one first. Other
-    named arrays are 0."""
+    """Return a batch of random tokens, all equally likely. With --document-mask the tokens form
+    documents of DOCUMENT_TOKENS; for a preference loss documents form pairs, the chosen document
+    first. Other named arrays are 0."""
     shape = (config.batch_size, config.seq_len)
     inputs, targets = rng.integers(0, model.vocab_size, (2, *shape), np.int32)
     named = {each.name: each.zeros(*shape) for each in named_inputs(model, config)}
@@ -54,9 +54,9 @@ def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConf
 def checked_batches(
     batches: Sequence[Batch], config: TrainConfig, model: ModelConfig, world_size: int
 ) -> list[Batch]:
-    """A caller's batches as `Batch`; each one may be a tuple of Batch's fields. ValueError for a
-    wrong number of batches, wrong shapes, dtypes or ids, and for missing or surplus starts or named
-    arrays."""
+    """Return a caller's batches as `Batch`; each batch may be a tuple of Batch's fields. Raises
+    ValueError for a wrong number of batches, wrong shapes, dtypes or ids, and for missing or
+    surplus starts or named arrays."""
     batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
     if len(batches) != count:
@@ -126,9 +126,9 @@ def open_loaders(
     held_out: bool,
     pattern: str | None = None,
 ) -> list[DataLoader]:
-    """Loaders for the ranks of this process; opens and checks the files. held_out: True for a
-    validation, which reads every sequence once; False for training. pattern: files of a named
-    validation. ConfigError for options that token files do not support."""
+    """Return loaders for the ranks of this process, after opening and checking the files. held_out:
+    True for a validation, which reads every sequence once; False for training. pattern: files of a
+    named validation. Raises ConfigError for options that token files do not support."""
     RULES.check(config, files=True)
     inputs = named_inputs(model, config)
     for each in inputs:
@@ -167,7 +167,7 @@ def mean_loss(
     max_batches: int | None,
     stopped: Callable[[], bool] | None,
 ) -> Result | None:
-    """Mean loss on the loaders' files from their start. Arguments and result: see
+    """Return the mean loss on the loaders' files, read from the start. Arguments and result: see
     Trainer.validate."""
     count = loaders[0].batches_per_epoch
     count = count if max_batches is None else min(count, max_batches)
@@ -182,7 +182,7 @@ def mean_loss(
 
 
 def move_loaders(loaders: Sequence[DataLoader], state: dict[str, Any]) -> None:
-    """Set the loaders to a saved position; {}: to the start. DataError: see
+    """Set the loaders to a saved position; {} means the start. Raises the errors of
     DataLoader.set_state."""
     for loader in loaders:
         if state:

@@ -1,4 +1,5 @@
-"""`llmq demo`: the whole program in two minutes, on text that every machine has."""
+"""`llmq demo`: tokenizes, trains, evaluates and samples in two minutes, on Python's own source
+text."""
 
 import shlex
 import shutil
@@ -29,10 +30,10 @@ from llmq.text.tokenizer import Tokenizer, streamed
 from llmq.text.train_tokenizer import train_tokenizer
 
 PROMPT = "def __init__(self"
-HELD_OUT = 16_384  # approximate bytes of the validation module; a validation takes some seconds
-NEW_TOKENS = 110  # new tokens of a sample; with its prompt less than a training sequence
+HELD_OUT = 16_384  # approximate bytes of the validation module, whose validation takes some seconds
+NEW_TOKENS = 110  # new tokens of a sample; prompt and sample are shorter than a training sequence
 STEPS = {"host": 300, "cuda": 2000}
-# The sizes gave the best of equally long runs in docs/decisions/runs.md.
+# These sizes gave the least loss of equally long runs in docs/decisions/runs.md.
 VOCAB_SIZE = 2048
 SIZES = {
     "vocab-size": "auto",
@@ -46,7 +47,7 @@ SIZES = {
 
 
 def python_sources() -> list[str]:
-    """Paths of the modules of Python's standard library."""
+    """Return the paths of the modules of Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(str(path) for path in folder.glob("*.py"))
     if not files:
@@ -55,7 +56,7 @@ def python_sources() -> list[str]:
 
 
 def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainConfig:
-    """Options of the demo's run. kind: "host" or "cuda", what `device` resolves to."""
+    """Return the options of the demo's run. kind: "host" or "cuda", for which `device` stands."""
     steps = STEPS[kind] if steps is None else steps
     validation = {"eval-every-n-steps": 100, "eval-num-steps": 10} if steps > 100 else {}
     return make_config(
@@ -66,7 +67,7 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "from-scratch": True,
             **SIZES,
             "model-dtype": "fp32" if kind == "host" else "bf16",
-            # File names: `out` may contain characters that are special in patterns.
+            # File names, no patterns: `out` may contain characters that are special in patterns.
             "train-file": str(out / "data" / "train" / "train-000.bin"),
             "eval-file": str(out / "data" / "eval" / "train-000.bin"),
             "batch-size": 16,
@@ -80,21 +81,21 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "lr-schedule": "cosine",
             "ckpt-interval": 100,
             "ckpt-keep-n": 1,
-            "ckpt-final": True,  # a later demo can go on with more steps
+            "ckpt-final": True,  # a later demo can continue with more steps
             "checkpoint-dir": out / "ckpt",
             "out-dir": out / "model",
             "log-file": out / "log.json",
             "device": device,
-            "gpus": 1,  # the text is too short for more
+            "gpus": 1,  # the text is too short for more GPUs
         }
     )
 
 
 def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) -> None:
-    """Make a tokenizer, tokenize, train, evaluate, save, plot, and sample before and after; writes
-    into `out`.
-    device: "auto", "cpu" or "cuda". steps: steps of the run; None: STEPS. resume: go on where the
-    last demo stopped, or with more steps; else replace the last demo's results."""
+    """Make a tokenizer, tokenize, train, evaluate, save, plot, and sample before and after
+    training. All files go into `out`. device: "auto", "cpu" or "cuda". steps: steps of the run;
+    None: STEPS. resume: True to continue the last demo, possibly with more steps; False to replace
+    its results."""
     start = time.perf_counter()
     machine = choose_machine(device, 1)
     held_out = _write_data(out, resume)
@@ -128,8 +129,8 @@ def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) ->
 
 
 def _write_data(out: Path, resume: bool) -> int:
-    """Train a tokenizer on the sources, and write it and their token files; with `resume` keep
-    existing ones. Returns the bytes of the held-out module."""
+    """Train a tokenizer on the sources, and write the tokenizer and token files; `resume` keeps
+    existing files. Returns the bytes of the held-out module."""
     sources = python_sources()
     held_out = min(sources, key=lambda name: abs(Path(name).stat().st_size - HELD_OUT))
     trained = [name for name in sources if name != held_out]
@@ -147,8 +148,8 @@ def _write_data(out: Path, resume: bool) -> int:
 
 
 def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
-    """The options with which a stopped demo goes on; without a checkpoint, options of a new demo.
-    steps: new number of steps, or None."""
+    """Return the options with which a stopped demo continues; without a checkpoint, options of a
+    new demo. steps: new number of steps, or None."""
     own = {"name": config.name, "checkpoint-dir": config.checkpoint_dir, "device": config.device}
     own |= {"continue": True} | ({} if steps is None else {"steps": steps})
     if checkpoint_at(config.checkpoint_dir) is None:
@@ -158,7 +159,7 @@ def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
 
 
 def _remove_last(config: TrainConfig) -> None:
-    """Delete the last demo's files; other runs' files stay, and cause an error later."""
+    """Delete the last demo's files. Files of other runs stay, and cause an error later."""
     for found in existing_outputs(config):
         if found.owner is not None and found.owner.name == config.name:
             for path in found.paths:

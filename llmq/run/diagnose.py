@@ -1,8 +1,8 @@
-"""Search for the first tensor with an infinity or NaN, by running a step's micro-steps again.
+"""Search for the first tensor with an infinity or NaN, by running the micro-steps of a step again.
 
-    weights -> activations of each micro-step, in order -> losses -> gradients, last layer first
+weights -> activations of each micro-step, in order -> losses -> gradients, last layer first
 
-A tensor is checked by one launch, which finds its largest absolute value; NaN counts as largest.
+One kernel launch checks a tensor by its largest absolute value; NaN counts as the largest value.
 The search allocates no device memory.
 """
 
@@ -31,7 +31,7 @@ from llmq.run.ranks import Rank, Ranks
 MAX_SKIPPED = 10  # steps in a row without an update, after which a run ends
 AT_A_TIME = 64  # tensors whose largest values share a scratch tensor
 
-_LOGGED = {  # Names of quantized tensors in the log, as in llm.q; others: act.NAME.{}, grad.NAME.{}
+_LOGGED = {  # names of quantized tensors in llm.q's log; all others: act.NAME.{}, grad.NAME.{}
     "att": "act.att{}",
     "mlp_act": "act.swiglu.{}",
     "d_att": "grad.res_att.{}",
@@ -41,15 +41,15 @@ _LOGGED = {  # Names of quantized tensors in the log, as in llm.q; others: act.N
 
 
 class NanOrigin(NamedTuple):
-    """The first tensor that is not finite. text: phrase that continues "first seen in". in_weights:
-    True if the tensor is a weight, so that no step can succeed."""
+    """The first tensor in order of computation that is not finite. text: words that continue "first
+    seen in". in_weights: True if the tensor is a weight, which makes all later steps fail."""
 
     text: str
     in_weights: bool = False
 
 
 class _Entry(NamedTuple):
-    """A tensor, or its measured largest absolute value. order: place in the order of
+    """A tensor, or its measured largest absolute value. order: sort key, by order of
     computation."""
 
     order: tuple[int, int]
@@ -58,9 +58,9 @@ class _Entry(NamedTuple):
 
 
 def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> NanOrigin | None:
-    """Run the micro-steps of a step (counted from 0) again, and return the first tensor that is not
-    finite, or None. batches: the step's batches for each rank of this process. Overwrites gradients
-    and losses."""
+    """Run all micro-steps of a step again, and return the first tensor that is not finite, or None.
+    step: counted from 0. batches: the step's batches for each rank of this process. The search
+    overwrites gradients and losses."""
     bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
     if bad is not None:
         return NanOrigin(f"the weight {bad.name}", in_weights=True)
@@ -90,8 +90,8 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
 
 
 def _measured_gradients(step: Step) -> list[_Entry]:
-    """The measured largest values of gradients that exist only as quantized codes, which hold no
-    NaN."""
+    """Return measured largest values of gradients that exist only as quantized codes. Codes cannot
+    represent NaN."""
     return [
         _Entry(
             _place(step.config, f"layers.{layer}", name),
@@ -107,7 +107,7 @@ def check_update(
     ranks: Ranks, reporter: Reporter, done: StepDone, guard: Guard, left_out: str | None
 ) -> None:
     """Report why a step made no update. left_out: the guard's reason, if the guard prevented the
-    update. LlmqError for a run that cannot recover, unless the guard rolls back."""
+    update. Raises LlmqError if the run cannot recover and the guard does not roll back."""
     step, result, unchanged = done.step, done.result, guard.unchanged
     if unchanged == 0:
         return
@@ -121,7 +121,7 @@ def check_update(
         advice = "use --guard rollback, or --guard warn if the data are other ones from here on"
     may_end = guard.mode != "rollback" or result.tokens == 0
     origin = None
-    first = unchanged == 1  # later steps in a row have the same reason
+    first = unchanged == 1  # later bad steps in a row have the same reason
     if first and result.tokens > 0 and left_out is None:
         origin = find_origin(ranks, step, ranks.batches_of(done.ticket))
         where = f"first seen in {origin.text}" if origin else "computed again all is finite"
@@ -137,8 +137,8 @@ def check_update(
 
 
 def not_moved(ranks: Ranks) -> list[str]:
-    """A line about trained tensors whose moments are still zero; none if there are no such
-    tensors."""
+    """Return a line about trained tensors whose moments are still zero, or no line if all have
+    moved."""
 
     def moments(rank: Rank) -> tuple[list[str], list[str]]:
         every, found = [], []
@@ -160,7 +160,7 @@ def not_moved(ranks: Ranks) -> list[str]:
 
 
 class AbsMaxes(Probe):
-    """Reports largest absolute values every so many steps (--debug-log-abs-max), in fp8."""
+    """Reports largest absolute values of quantized tensors every --debug-log-abs-max steps."""
 
     def __init__(self, ranks: Ranks, reporter: Reporter, every: int):
         self._ranks, self._reporter, self._every = ranks, reporter, every
@@ -174,10 +174,10 @@ class AbsMaxes(Probe):
 
 
 def abs_maxes(ranks: Ranks) -> dict[str, float]:
-    """Largest absolute values of the tensors that the last step has quantized, by llm.q's names; {}
-    without fp8.
+    """Return largest absolute values of the tensors that the last step has quantized, by llm.q's
+    names. Returns {} without fp8.
 
-    The values are of the last micro-step, or with delayed scales of all micro-steps.
+    The values are those of the last micro-step; with delayed scales they cover all micro-steps.
     """
     of_ranks = ranks.everywhere("abs-maxes", lambda rank: rank.step.model.operands.largest())
     found = {}
@@ -190,8 +190,7 @@ def abs_maxes(ranks: Ranks) -> dict[str, float]:
 
 
 def _pieces(rank: Rank, group: str) -> list[_Entry]:
-    """The parts of parameters, gradients or moments in this rank's shards. group: see
-    Rank.pieces."""
+    """Return this rank's shards of parameters, gradients or moments. group: see Rank.pieces."""
     config, entries = rank.step.config, []
     for piece in rank.pieces(group):
         for param, first, last in piece.slab.pieces(piece.start, piece.stop):
@@ -204,9 +203,8 @@ def _pieces(rank: Rank, group: str) -> list[_Entry]:
 
 
 def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
-    """Sort key of a gradient, in the order of the backward pass: head, layers from the last one on,
-    embedding. name: within a layer, one of HalfSpec.backward_order.
-    """
+    """Return the sort key of a gradient in the order of the backward pass: head, layers from the
+    last to the first, embedding. name: of a layer's gradient, listed in HalfSpec.backward_order."""
     if not block.startswith("layers."):
         return (0 if block == "head" else config.num_layers + 1), 0
     layer = int(block.removeprefix("layers."))
@@ -215,7 +213,8 @@ def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
 
 
 def _activations(step: Step) -> list[_Entry]:
-    """Tensors in memory after a forward pass: kept or quantized activations, and losses."""
+    """Return the tensors in memory after a forward pass: activations, kept or quantized, and
+    losses."""
     model, config, layers = step.model, step.config, step.config.num_layers
     kept = {tensor.name: tensor for _, tensor in step.dev.arenas["device"].tensors}
     entries, order = [], {}
@@ -247,7 +246,7 @@ def _activations(step: Step) -> list[_Entry]:
 
 
 def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry | None:
-    """The first entry in the order of computation, over all ranks, that is not finite."""
+    """Return the first entry that is not finite, over all ranks, in the order of computation."""
 
     def first(rank: Rank) -> _Entry | None:
         in_order = sorted(entries(rank), key=lambda entry: entry.order)
@@ -259,7 +258,7 @@ def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry 
 
 
 def _largest(rank: Rank, entries: list[_Entry]) -> Iterator[tuple[_Entry, float]]:
-    """Yield entries with their largest absolute values."""
+    """Yield the entries with their tensors' largest absolute values."""
     dev = rank.dev
     for start in range(0, len(entries), AT_A_TIME):
         rank.beat()

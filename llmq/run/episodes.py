@@ -1,7 +1,8 @@
-"""Episodes of `llmq rl`: conversations of the model with environments, as samples of prompts.
+"""Episodes of `llmq rl`: conversations of the model with environments, which replace plain samples
+of prompts.
 
-An environment answers each text of the model. The answer follows the text in the form of the chat
-template, and is not trained. All episodes of a step take their turns together.
+An environment answers each text of the model. The answer is appended to the text in the form of the
+chat template, and is not trained. All episodes of a step take their turns together.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from llmq.text.chat_turns import CallForm, behind_reply, call_form
 from llmq.text.tokenizer import Tokenizer
 
 Generate = Callable[[int, Sequence[list[int]]], list[Completion]]
-"""Function (turn, texts of ids) that continues each text; turn: number of the turn, from 0."""
+"""Function (turn, texts of ids) that continues each text. turn: number of the turn, from 0."""
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
     """A conversation. prompt: ids of the prompt. ids: all later ids. logprobs: log-probability of
-    each of them, None for ids of the environment. finish: see `Completion`. messages: all messages,
-    from the record's on. talk: their chat; None: the prompt is a text, and answers are appended
-    unchanged. scores: components of the reward, summed over turns."""
+    each later id, None for ids of the environment. finish: see `Completion`. messages: all
+    messages, beginning with the record's. talk: the chat with the template; None: the prompt is a
+    text, and answers are appended unchanged. scores: components of the reward, summed over
+    turns."""
 
     prompt: list[int]
     messages: list[Message]
@@ -48,7 +50,7 @@ class Episode:
 
 
 class Episodes:
-    """Plays episodes, in groups of one prompt each."""
+    """Plays all episodes of a step; the episodes of a prompt form a group."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class Episodes:
         turns: int,
         positions: int,
     ):
-        """talk: the chat of prompts that are messages, or None. turns: most turns of the model.
+        """talk: the chat for prompts that are messages, or None. turns: most turns of the model.
         positions: most tokens of an episode."""
         self._environments, self._tokenizer, self._talk = environments, tokenizer, talk
         self._turns, self._positions = turns, positions
@@ -72,7 +74,7 @@ class Episodes:
         generate: Generate,
     ) -> tuple[list[list[Episode]], list[Scores | str]]:
         """Play `count` episodes of each prompt. Returns the episodes, and for each prompt the
-        components of their rewards, or the error of its environments in words."""
+        components of the rewards, or the error of its environments in words."""
         begun = self._environments.begin(records, count)
         groups = [
             [self._begin(prompt, record["prompt"]) for _ in range(count)]
@@ -105,7 +107,7 @@ class Episodes:
     def _active(
         self, groups: Sequence[Sequence[Episode]], problems: dict[int, str]
     ) -> list[tuple[int, int, Episode]]:
-        """The unfinished episodes: number of the prompt, key of the episode, and episode."""
+        """Return the unfinished episodes: number of the prompt, key of the episode, and episode."""
         return [
             (number, number * len(group) + i, episode)
             for number, group in enumerate(groups)
@@ -128,8 +130,8 @@ class Episodes:
         return self._talk.process.call(_call_form, self._talk.template)
 
     def _answer(self, episode: Episode, turn: Turn, calls: Sequence[Any], last: bool) -> None:
-        """Add an environment's answer to an episode. calls: tool calls that it answers. last: True
-        if no turn may follow."""
+        """Add an environment's answer to an episode. calls: the tool calls that the environment
+        answers. last: True if no turn may follow."""
         for name, value in turn.scores.items():
             episode.scores[name] = episode.scores.get(name, 0.0) + value
         episode.messages += _answers(turn.messages, "tool" if calls else "user")
@@ -144,7 +146,8 @@ class Episodes:
         episode.add(ids, [None] * len(ids))
 
     def _behind(self, episode: Episode) -> list[int]:
-        """The ids of the environment's last answer, up to the beginning of the next reply."""
+        """Return the ids of the environment's last answer, up to the beginning of the next
+        reply."""
         if episode.talk is None:
             text = "".join(m["content"] for m in _since_reply(episode.messages))
             return self._tokenizer.encode(text)
@@ -153,13 +156,13 @@ class Episodes:
 
 
 def _answers(said: str | list[Any], role: str) -> list[Message]:
-    """An environment's answer as messages; texts become messages with this role."""
+    """Return an environment's answer as messages; texts become messages with this role."""
     several = [said] if isinstance(said, str) else said
     return [{"role": role, "content": m} if isinstance(m, str) else dict(m) for m in several if m]
 
 
 def _since_reply(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages after the model's last message."""
+    """Return the messages after the model's last message."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return messages[last + 1 :]
 

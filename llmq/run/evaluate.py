@@ -42,14 +42,15 @@ from llmq.text.record_format import prompt_of, score_form, scored_line
 from llmq.text.scoring import Asked, Batch, Encoder, Request, Score, check_ids, judge, make_batches
 from llmq.text.tasks import PAIRS, TEXT, Task, read_records, read_tasks
 
-LEAST = 16  # least length T of a batch
+LEAST = 16  # least sequence length of a batch, in tokens
 
 
 def run_eval(
     model: str, task: list[str], *, limit: int | None, out: Path | None, **how: Any
 ) -> None:
     """Print a table of the tasks' metrics, and write metrics and options to `out` as JSON. task:
-    tasks as [KIND=]FILE. limit: most records of each task. how: arguments of ask_model."""
+    the tasks, each as [KIND=]FILE. limit: most records of each task. how: arguments of
+    ask_model."""
     if out is not None:
         check_writable("--out", out.absolute().parent)
     start = time.perf_counter()
@@ -65,8 +66,8 @@ def run_eval(
 
 
 class Asker(NamedTuple):
-    """A model ready to score requests. encoder: turns texts into requests. longest: most tokens of
-    a sequence."""
+    """A model that is ready to score requests. encoder: turns texts into requests. longest: most
+    tokens of a sequence."""
 
     encoder: Encoder
     longest: int
@@ -78,15 +79,15 @@ class Asker(NamedTuple):
     batch_tokens: int
 
     def likelihoods(self, requests: list[Request]) -> np.ndarray:
-        """Log-likelihoods of requests, F64 in nats; for a score head with one label, its scores.
-        LlmqError if a value is not finite."""
+        """Return log-likelihoods of requests, F64 in nats; for a score head with one label, its
+        scores. Raises LlmqError if a value is not finite."""
         return self.scored(requests)[0]
 
     def scored(
         self, requests: list[Request], *, greedy: bool = False
     ) -> tuple[np.ndarray, dict[int, bool]]:
-        """The `likelihoods`, and a dict. With `greedy` it says by index whether the tokens of a
-        request are the likeliest ones; else it is empty."""
+        """Return the `likelihoods`, and a dict that is filled only if `greedy`: by index of a
+        request, True if every token of the request is the likeliest one."""
         batches = make_batches(requests, partial(batch_shape, self.batch_tokens, self.longest))
         total = sum(math.prod(batch.shape) for batch in batches)
         form = (self.machine, self.config, self.dtype, batches, self.read)
@@ -110,7 +111,7 @@ def asking(
     model_dtype: str,
     base_dtype: str | None = None,
 ) -> Iterator[Asker]:
-    """Open a model for requests. adapter: see open_model. base_dtype: see scoring_options."""
+    """Open a model to score requests. adapter: see open_model. base_dtype: see scoring_options."""
     machine = choose_machine(device, gpus)
     if machine.note:
         print(machine.note, file=sys.stderr)
@@ -127,8 +128,8 @@ def asking(
 
 
 def ask_model(model: str, tasks: list[Task], **how: Any) -> tuple[list[Asked], np.ndarray]:
-    """Requests of each task, and log-likelihoods of all requests, F64 in nats. how: arguments of
-    asking."""
+    """Return requests of each task, and log-likelihoods of all requests, F64 in nats. how:
+    arguments of `asking`."""
     with asking(model, **how) as asker:
         asked = [asker.encoder.ask(task) for task in tasks]
         requests = [request for a in asked for request in a.requests]
@@ -139,7 +140,7 @@ def ask_model(model: str, tasks: list[Task], **how: Any) -> tuple[list[Asked], n
 
 
 def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any]]:
-    """The record of each task for --out, by task name."""
+    """Return the record of each task for --out, by task name."""
     found: dict[str, dict[str, Any]] = {
         a.task.name: {"kind": a.task.kind, "file": str(a.task.path)} for a in asked
     }
@@ -150,7 +151,8 @@ def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any
 
 
 def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
-    """Metrics of all tasks. likelihoods: log-likelihoods of the requests of all tasks, F64."""
+    """Return metrics of all tasks. likelihoods: of the requests of all tasks in order, F64 in
+    nats."""
     scores, first = [], 0
     for a in asked:
         scores += judge(a, likelihoods[first : first + len(a.requests)])
@@ -159,7 +161,7 @@ def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
 
 
 def table(scores: list[Score]) -> list[str]:
-    """Lines of a table of scores for the console."""
+    """Return the lines of a table of scores for the console."""
     head, rows = ("task", "metric", "value", "stderr", "count"), []
     for s in scores:
         error = "-" if s.stderr is None else f"{s.stderr:.4f}"
@@ -169,19 +171,19 @@ def table(scores: list[Score]) -> list[str]:
 
 
 def batch_shape(tokens: int, longest: int, length: int, left: int) -> tuple[int, int]:
-    """Shape (B, T) of the next batch, if `left` sequences of at most `length` tokens remain. T is
-    `length` rounded up to 16, 20, 24, 28, 32, 40, 48, …, at most `longest`; B T is about
-    `tokens`."""
+    """Return the shape (B, T) of the next batch, of B sequences of T tokens, if `left` sequences of
+    at most `length` tokens remain. T is `length` rounded up to 16, 20, 24, 28, 32, 40, 48, …, at
+    most `longest`; B T is about `tokens`."""
     step = max(LEAST, 1 << (max(length, LEAST) - 1).bit_length() - 1) // 4
     T = min(max(-(-length // step) * step, LEAST), -(-longest // 4) * 4)
     return max(1, min(tokens // T, left)), T
 
 
 class Fleet(Closing):
-    """A model on every device of a machine; each device takes the next batch when it is free.
+    """Scores batches with a model on every device; a free device takes the next batch.
 
-    greedy: dict that `likelihoods` fills if wanted: by index of a request, True if its tokens are
-    the likeliest ones.
+    greedy: by index of a request, True if every token of the request is the likeliest one.
+    `likelihoods` fills this dict only with greedy=True.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class Fleet(Closing):
         greedy: bool = False,
     ):
         """read: returns a whole parameter; all threads call this function. base_dtype: see
-        scoring_options. greedy: True to fill the dict `greedy`. LlmqError if memory is too
+        scoring_options. greedy: True to fill the dict `greedy`. Raises LlmqError if memory is too
         small."""
         self.batches, self._greedy = batches, greedy
         shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
@@ -227,8 +229,8 @@ class Fleet(Closing):
             raise
 
     def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
-        """Log-likelihoods of all `count` requests, F64 in nats. report: called with the number of
-        computed tokens so far."""
+        """Return log-likelihoods of all `count` requests, F64 in nats. report: called with the
+        number of tokens computed so far."""
         out = np.full(count, np.nan)
         left, lock, done = iter(self.batches), threading.Lock(), 0
 
@@ -265,10 +267,11 @@ class Fleet(Closing):
 def run_rewards(
     model: str, files: list[Path], out: Path, *, best: bool, overwrite: bool, **how: Any
 ) -> None:
-    """Write records with a score head's results to `out`, as lines of JSON. New fields: `score`;
+    """Write records with a score head's results to `out`, as lines of JSON. New fields are `score`;
     for classes `scores`, which are probabilities; for pairs `score_chosen` and `score_rejected`.
-    best: of each prompt, keep only the record with the highest score. how: arguments of asking.
-    LlmqError for records that cannot be scored, and for an existing `out` without `overwrite`."""
+    best: keep only the record with the highest score of each prompt. how: arguments of `asking`.
+    Raises LlmqError for records that cannot be scored, and for an existing `out` without
+    `overwrite`."""
     check_writable("--out", out.absolute().parent)
     if out.exists() and not overwrite:
         raise ConfigError(f"--out: '{out}' is there: give another file, or --overwrite")
@@ -305,7 +308,7 @@ def run_rewards(
 
 
 def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
-    """A score head's results for a record, as new fields of the record. labels: number of
+    """Return a score head's results for a record, as new fields of the record. labels: number of
     labels."""
     if labels > 1:
         return {"scores": [float(f"{math.exp(value):.6g}") for value in values]}
@@ -314,8 +317,8 @@ def _numbers(values: np.ndarray, labels: int) -> dict[str, Any]:
 
 
 def best_of(records: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
-    """The record with the highest `score` of each prompt, in the order of prompts. form: format of
-    the records."""
+    """Return the record with the highest `score` for each prompt, in order of the prompts. form:
+    format of the records."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         prompt = prompt_of(record, form)
@@ -339,8 +342,8 @@ def run_score(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path, top_k: int = 0
 ) -> None:
     """Write the scores of --train-file to `out`, and print the files' names. top_k: see
-    score_files. LlmqError for unsupported options, another tokenizer, and other scores in `out`
-    without --overwrite."""
+    score_files. Raises LlmqError for unsupported options, another tokenizer, and other scores in
+    `out` without --overwrite."""
     if config.continue_from is not None:
         raise ConfigError("--continue: a model is scored: `llmq export` makes one of a checkpoint")
     if model.num_labels:

@@ -1,5 +1,5 @@
-"""Evaluations between the steps of a run: validations, tasks and samples. They use the run's memory
-and graphs, on all ranks, and change no bit of the training."""
+"""Evaluations between the steps of a run: validations, tasks and samples. Evaluations use the run's
+memory and graphs, on all ranks, and change no bit of the training."""
 
 import hashlib
 import itertools
@@ -33,12 +33,12 @@ from llmq.text.tasks import read_tasks
 from llmq.text.tokenizer import Tokenizer, continuation
 
 SAMPLE_TOKENS = 64  # most new tokens of a sample
-TEMPERATURE = Sampling().temperature  # temperature of samples, as in `llmq sample`
+TEMPERATURE = Sampling().temperature  # the temperature of samples, as in `llmq sample`
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationInputs:
-    """Inputs of a run's evaluations, checked before the run writes anything. sets: named
+    """Inputs of a run's evaluations, which are checked before the run writes any file. sets: named
     validations, each with the loaders of this process's ranks. prompts: text and ids of each
     prompt. metrics: names of all metrics, as in --keep-best."""
 
@@ -59,8 +59,8 @@ class EvaluationInputs:
 
 
 def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
-    """Read the inputs of a run's evaluations. LlmqError for files that cannot be read or are
-    unsuitable for the run."""
+    """Read the inputs of a run's evaluations. Raises LlmqError for files that cannot be read or do
+    not suit the run."""
     config, model = trainer.config, trainer.model
     shape = (config, model, trainer.world)
     sets = {
@@ -92,14 +92,15 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
 
 
 def _kind_of_loss(loader: DataLoader, tokens: int, config: TrainConfig) -> str:
-    """The kind of a validation, see Measurement. tokens: tokens that the validation reads."""
+    """Return the kind of a validation, see Measurement. tokens: tokens that the validation
+    reads."""
     data = loader.data
     parts = f"{data.fingerprint} {data.contents} {data.order} {loader.seed} {config.loss}"
     return f"{tokens:,} tokens in sequences of {loader.seq_len} (data {_digest(parts.encode())})"
 
 
 def _kind_of_task(asked: Asked, config: TrainConfig) -> str:
-    """The kind of a task's metrics, see Measurement."""
+    """Return the kind of a task's metrics, see Measurement."""
     digest = _digest(*(part for tokens, count in asked.requests for part in (tokens, bytes(count))))
     items, length = f"{len(asked.task.items):,} items", f"sequences of {config.seq_len}"
     return f"{items} in {length} (data {digest})"
@@ -113,12 +114,12 @@ def _digest(*parts: Any) -> str:
 
 
 Evaluate = Callable[[], Measured]
-"""Runs an evaluation between two steps, and returns the measured values."""
+"""Function that runs an evaluation between two steps, and returns the measured values."""
 
 
 class Evaluations:
-    """Evaluations of one run. done_at: step of the last tasks and samples, so that a continued run
-    neither skips nor repeats them."""
+    """Runs the evaluations of a run. done_at: step of the last tasks and of the last samples, by
+    which a continued run neither skips nor repeats tasks and samples."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class Evaluations:
         self.stopped = stopped
         self._measured: Measured = {}
         self._losses: dict[str, float] = {}  # last loss of each validation, by name
-        self.not_finite: str | None = None  # phrase about a last loss that was not finite
+        self.not_finite: str | None = None  # words about a last loss that was not finite
         self.done_at: dict[str, int] = {}
 
     def state(self) -> dict[str, Any]:
@@ -145,8 +146,9 @@ class Evaluations:
     # -- when ------------------------------------------------------------------------------------
 
     def due(self, *, new_epoch: bool) -> list[Evaluate]:
-        """Evaluations that are due before the next step, in order. A checkpoint stores whether this
-        moment was evaluated, so a continued run neither skips nor repeats an evaluation."""
+        """Return the evaluations that are due before the next step, in order. A checkpoint stores
+        whether its step was evaluated, and so a continued run neither skips nor repeats an
+        evaluation."""
         step, every = self.trainer.steps_done, self.config.eval_every_n_steps
         due = new_epoch or (every > 0 and step % every == 0)
         due = self.config.eval_at_start if step == 0 else due
@@ -155,8 +157,8 @@ class Evaluations:
         return [partial(self._run, call) for call in [*calls, *self._due_tasks()]]
 
     def due_at_end(self) -> list[Evaluate]:
-        """The evaluations at the end of the run. The last validation reads all sequences; it is
-        left out if an earlier validation of this step, as at an early stop, has read them.
+        """Return the evaluations at the end of the run. The last validation reads all sequences. If
+        a validation at this step, as at an early stop, has read all sequences, none follows.
 
         If --keep-best names a loss, a periodic validation comes first, so that the last model can
         become the best.
@@ -171,7 +173,7 @@ class Evaluations:
 
     @property
     def _takes_part(self) -> bool:
-        """True if periodic validations read only a part of the sequences."""
+        """Return True if periodic validations read only a part of the sequences."""
         own = self.trainer.eval_loaders if self.config.validates else []
         loaders = [*own, *self.material.loaders]
         longest = max((one.batches_per_epoch for one in loaders), default=0)
@@ -186,11 +188,11 @@ class Evaluations:
 
     @property
     def validates(self) -> bool:
-        """True if there are validation files, with or without a name."""
+        """Return True if there are validation files, with or without a name."""
         return self.config.validates or bool(self.material.sets)
 
     def summary(self) -> str:
-        """The line at the end of a run, with the last validation's losses."""
+        """Return the line at the end of a run, with the last validation's losses."""
         if self.config.validates:
             return f"Done. validation loss {self._losses['']:10f}"
         if self.material.sets:
@@ -199,8 +201,8 @@ class Evaluations:
         return "Done. No validation"
 
     def validate(self, max_batches: int | None) -> None:
-        """Run and report all validations; a signal ends them without a result. max_batches: most
-        batches of each rank; None: all."""
+        """Run and report all validations. A signal ends the validations without a result.
+        max_batches: most batches of each rank; None: all."""
         trainer = self.trainer
         before = trainer.validated_at
         self.not_finite = None
@@ -209,7 +211,7 @@ class Evaluations:
             return
         for name, loaders in self.material.sets.items():
             call = partial(mean_loss, trainer.ranks, loaders)
-            if self._timed(name, loaders[0], call, max_batches) is None:  # repeat all later
+            if self._timed(name, loaders[0], call, max_batches) is None:  # all must be repeated
                 trainer.validated_at = before
                 return
         trainer.validated_at = trainer.steps_done if self.validates else before
@@ -222,7 +224,7 @@ class Evaluations:
         max_batches: int | None,
     ) -> Result | None:
         """Run and report one validation. call: function of (max_batches, stopped) that returns the
-        result."""
+        validation's result."""
         trainer, step = self.trainer, self.trainer.steps_done
         whole = loader.batches_per_epoch
         batches = whole if max_batches is None else min(max_batches, whole)
@@ -230,7 +232,7 @@ class Evaluations:
         ranks, asked = trainer.world.count, itertools.count()
         view = self.reporter.view
 
-        def stopped() -> bool:  # called before each batch of each rank, and after the last one
+        def stopped() -> bool:  # called before each batch of each rank, and after the last
             view.progress(validated=min(next(asked) / (batches * ranks), 1.0))
             return self.stopped()
 
@@ -245,7 +247,7 @@ class Evaluations:
         metric, final = f"{name}/loss" if name else "loss", max_batches is None
         found = Measurement(result.loss, _kind_of_loss(loader, tokens, self.config), final)
         self._measured[metric] = found
-        if name:  # for the unnamed validation `Trainer.validate` has told the callbacks
+        if name:  # `Trainer.validate` has told callbacks of the unnamed one
             self.trainer.tell_evaluation({metric: result.loss})
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
@@ -263,7 +265,7 @@ class Evaluations:
     # -- tasks and samples -----------------------------------------------------------------------
 
     def _due_tasks(self, *, at_end: bool = False) -> list[Callable[[], None]]:
-        """The methods `tasks` and `samples`, as far as they are due."""
+        """Return the methods `tasks` and `samples` if each is due."""
         step, every, calls = self.trainer.steps_done, self.config.task_every, []
         is_due = at_end or (step > 0 and every > 0 and step % every == 0)
         for name, given, call in (
@@ -276,7 +278,7 @@ class Evaluations:
         return calls
 
     def tasks(self) -> None:
-        """Run and report all tasks; a signal skips the remaining ones."""
+        """Run and report all tasks; a signal skips the tasks that remain."""
         step = self.trainer.steps_done
         for asked in self.material.asked:
             start = time.perf_counter()
@@ -288,7 +290,7 @@ class Evaluations:
         self.done_at["tasks"] = step
 
     def _report_task(self, scores: list[Score], kind: str, seconds: float) -> None:
-        """Report all metrics of one task, by an [E] line and log records. kind: see Measurement.
+        """Report all metrics of one task, in an [E] line and in log records. kind: see Measurement.
         seconds: duration of the task."""
         step, shown = self.trainer.steps_done, []
         for s in scores:
@@ -311,10 +313,10 @@ class Evaluations:
         self.trainer.tell_evaluation({f"{s.task}/{s.metric}": s.value for s in scores})
 
     def _likelihoods(self, asked: Asked) -> np.ndarray | None:
-        """Log-likelihoods of a task's requests, in nats; None after a signal."""
+        """Return log-likelihoods of a task's requests, in nats; None after a signal."""
         shape = self.config.batch_size, self.config.seq_len
         packs = self.config.document_mask
-        if packs:  # attention then separates documents in a row
+        if packs:  # attention then separates documents of a sequence
             batches = pack_batches(asked.requests, shape)
         else:
             batches = make_batches(asked.requests, lambda longest, left: shape)
@@ -338,7 +340,8 @@ class Evaluations:
         return np.array([of_all[request] for request in range(len(asked.requests))])
 
     def samples(self) -> None:
-        """Report a continuation of each prompt, by [S] lines; report nothing after a signal."""
+        """Generate and report a continuation of each prompt, as [S] lines. A signal prevents the
+        report."""
         trainer, tokenizer = self.trainer, self.material.tokenizer
         step = trainer.steps_done
         try:
@@ -352,7 +355,7 @@ class Evaluations:
             )
         except CutShort:
             return
-        except LlmqError as error:  # NaN predictions: a message, and the run goes on
+        except LlmqError as error:  # NaN predictions are reported, and the run goes on
             self.reporter.message(f"WARNING: no samples: {error}", step)
             return
         for (prompt, ids), (new,) in zip(self.material.prompts, made, strict=True):

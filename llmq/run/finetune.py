@@ -1,7 +1,8 @@
-"""`llmq finetune`: one command from files of records to a better model.
+"""`llmq finetune`: fine-tunes a model on files of records by one command.
 
-The data decide the length of sequences, the tokens of a step and the number of steps; the plan
-decides the method and the memory; the run keeps the best model by its held-out loss.
+The data decide the length of sequences, the tokens of a step and the number of steps. The planner
+decides the method and where tensors lie in memory. The run keeps the model with the least held-out
+loss.
 """
 
 import shlex
@@ -37,24 +38,24 @@ from llmq.text.show import run_show
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"  # suggested model if the machine has none
 METHODS = ("auto", "full", "lora", "qlora")
-FULL_BELOW = 200_000_000  # parameters: adapters of a smaller model save next to nothing
+FULL_BELOW = 200_000_000  # in parameters: for smaller models adapters save almost no memory
 RANK = 16
 
-STEPS = 60  # wanted number of steps, in which the learning rate can warm up and fall
+STEPS = 60  # wanted number of steps, enough for the learning rate to warm up and fall
 FEWEST_STEPS = 20  # least number of steps without --force
 MOST_TOKENS = 32768  # most tokens of a step; more tokens need larger learning rates
 MOST_LENGTH = 4096  # longest sequence in tokens; longer documents are cut
-EPOCHS, MOST_EPOCHS = 3, 8  # usual passes over the data, and most passes over few data
-FEW_TOKENS = 5_000_000  # tokens of the data from which on one pass is enough
-EVALUATIONS, PATIENCE = 10, 4  # validations in a run; validations without a gain that end the run
-QUESTIONS = 2  # held-out questions that are answered before and after
+EPOCHS, MOST_EPOCHS = 3, 8  # usual passes over the data, and most passes over few tokens
+FEW_TOKENS = 5_000_000  # with at least this number of tokens, one pass over the data is enough
+EVALUATIONS, PATIENCE = 10, 4  # validations in a run; most validations in a row without a gain
+QUESTIONS = 2  # number of held-out questions that are answered before and after training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The command's arguments. out: output folder; None: finetune/NAME. card, gpu_memory: a GPU to
-    plan for, without training. given: options of `llmq train`, by flag, which override the choices
-    made here."""
+    """The arguments of `llmq finetune`. out: output folder; None: finetune/NAME. card, gpu_memory:
+    a GPU to plan for, without training. given: options of `llmq train`, by flag, which override the
+    choices of this module."""
 
     files: tuple[str, ...]
     mapping: Mapping[str, str]
@@ -68,18 +69,18 @@ class Wish:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the plan is for another machine than this one."""
+        """Return True if the plan is for another machine than this one."""
         return self.card is not None or self.gpu_memory is not None
 
     @property
     def plans(self) -> bool:
-        """True if nothing is trained, so that no weights are needed."""
+        """Return True if nothing will be trained, and no weights are needed."""
         return self.dry_run or self.is_elsewhere
 
 
 class Chosen(NamedTuple):
-    """A run that fits into memory. seconds: predicted duration; None if the machine's speed is
-    unknown."""
+    """A chosen run that fits into memory. seconds: predicted duration; None if the machine's speed
+    is unknown."""
 
     config: TrainConfig
     model: ModelConfig
@@ -96,8 +97,8 @@ class Chosen(NamedTuple):
 
 
 def run_finetune(wish: Wish) -> None:
-    """Tokenize, choose a method, train, and compare. LlmqError for bad input comes before training
-    and before a model is written."""
+    """Tokenize, choose a method, train, and answer questions before and after. Raises LlmqError for
+    bad input before training begins or a model is written."""
     name = wish.given.get("name") or Path(wish.files[0]).name.split(".")[0] or "finetune"
     out = wish.out or Path("finetune") / name
     source = _model(wish)
@@ -143,8 +144,8 @@ def run_finetune(wish: Wish) -> None:
 
 
 def _model(wish: Wish) -> str:
-    """The model to fine-tune: a directory or a repository. ConfigError, which suggests a model, if
-    there is none, and for a directory of adapters."""
+    """Return the model to fine-tune: a directory or a repository. Raises ConfigError, which
+    suggests a model, if there is no model, or for a directory of adapters."""
     if "model" in wish.given:
         model = find_model(wish.given["model"])
         if (Path(model) / ADAPTER_CONFIG).is_file():
@@ -170,8 +171,8 @@ def _model(wish: Wish) -> str:
 
 
 def cached_instruct_models() -> list[str]:
-    """Repositories in the Hugging Face cache that hold an instruct model of a known architecture,
-    the one with fewest parameters first."""
+    """Return repositories in the Hugging Face cache with an instruct model of a known architecture,
+    smallest model first."""
     found = []
     for folder in sorted(hub_cache().glob("models--*--*")):
         name = folder.name.removeprefix("models--").replace("--", "/", 1)
@@ -182,7 +183,7 @@ def cached_instruct_models() -> list[str]:
             continue
         try:
             model, _ = resolve_model(name, from_scratch=False)
-        except LlmqError:  # an unknown architecture
+        except LlmqError:  # the architecture is unknown
             continue
         found.append((parameter_count(model), name))
     return [name for _, name in sorted(found)]
@@ -193,8 +194,8 @@ def cached_instruct_models() -> list[str]:
 
 
 def sequence_length(lengths: np.ndarray, longest: int) -> int:
-    """Sequence length in tokens, a multiple of 64, that holds the documents; the longest 1 % may be
-    cut. lengths: tokens of each document. longest: positions of the model."""
+    """Return a sequence length in tokens, a multiple of 64, that holds the documents; the longest 1
+    % of documents may be cut. lengths: tokens of each document. longest: positions of the model."""
     most = max(min(longest, MOST_LENGTH) // 64 * 64, 64)
     needed = int(lengths.max())
     if needed > 2048:
@@ -203,7 +204,7 @@ def sequence_length(lengths: np.ndarray, longest: int) -> int:
 
 
 def _chosen(wish: Wish, name: str, out: Path, data: FinetuneData) -> Chosen:
-    """The fastest run that fits and suits the data."""
+    """Return the fastest run that fits into memory and suits the data."""
     given = {"name": name} | _places(out)
     given |= {"train-file": data.patterns("train"), "packing": "best-fit"}
     given |= {"eval-file": _eval_pattern(out, data)}
@@ -241,7 +242,7 @@ def _places(out: Path) -> dict[str, Any]:
 
 
 def _eval_pattern(out: Path, data: FinetuneData) -> str:
-    """File pattern of the held-out token files; "none" without any."""
+    """Return the file pattern of the held-out token files; "none" if there are no such files."""
     found = data.patterns("eval")
     if not found:
         return "none"
@@ -251,8 +252,9 @@ def _eval_pattern(out: Path, data: FinetuneData) -> str:
 def _of_method(
     method: str, parameters: int, width: int, data: FinetuneData, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Options of full training or of adapters. parameters, width: size of the model. The learning
-    rate of full training falls with the width; pairs of answers take a tenth of the rate."""
+    """Return options of full training or of adapters. parameters, width: size of the model. The
+    learning rate of full training falls with the width; for pairs of answers the rate is a
+    tenth."""
     if method == "auto":
         method = "full" if parameters < FULL_BELOW else "lora"
     chosen: dict[str, Any] = {"warmup": "5%", "lr-schedule": "cosine", "weight-decay": 0.01}
@@ -266,8 +268,8 @@ def _of_method(
 
 
 def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
-    """Facts of one pass over the data (see data_record), in steps of one sequence. ConfigError for
-    data without a sequence."""
+    """Return facts of one pass over the data (see data_record), in steps of one sequence. Raises
+    ConfigError for data without a sequence."""
     record = data_record(replace(config, batch_size=1, grad_accumulation=1), model, 1)
     if "problem" in record:
         raise ConfigError(record["problem"])
@@ -275,9 +277,9 @@ def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[str, Any]:
-    """Options for the passes over the data and the sequences of a step. They give STEPS steps if
-    the data allow, in few passes, with at most MOST_TOKENS tokens in a step. sequences, tokens:
-    size of the data."""
+    """Return options for the passes over the data and the sequences of a step. With these options
+    the run has STEPS steps if the data allow, few passes, and at most MOST_TOKENS tokens in a step.
+    sequences, tokens: size of the data."""
     epochs = EPOCHS if tokens < FEW_TOKENS else 1
     if epochs * sequences < STEPS * ranks:
         epochs = min(-(-STEPS * ranks // sequences), MOST_EPOCHS)
@@ -289,8 +291,8 @@ def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[st
 def _evaluated(
     config: TrainConfig, steps: int, data: FinetuneData, own: frozenset[str]
 ) -> TrainConfig:
-    """The options with a validation after each tenth of the steps, and a checkpoint after each
-    half. own: flags that the user has set, which stay."""
+    """Return the options with a validation after each tenth of the steps, and a checkpoint after
+    each half. own: flags that the user has set and that stay."""
     every = max(steps // EVALUATIONS, 1)
     chosen = {
         "eval-every-n-steps": every,
@@ -314,7 +316,7 @@ def _evaluated(
 
 
 def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
-    """The five lines before a run."""
+    """Return the five lines before a run."""
     config, where, need = chosen.config, chosen.where, chosen.candidate.need
     card = None if chosen.seconds is None else where.card
     return five_lines(
@@ -333,7 +335,7 @@ def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
 
 
 def _without_plan(words: list[str]) -> str:
-    """The training command: the words of a planning command without its planning options."""
+    """Return the training command: the words of a planning command without its planning options."""
     kept, skip = [], False
     for word in words:
         planned = word.split("=")[0] in ("--card", "--gpu-memory")
@@ -344,7 +346,7 @@ def _without_plan(words: list[str]) -> str:
 
 
 def _reasons(chosen: Chosen, data: FinetuneData) -> dict[str, str]:
-    """Reasons for the choices, by option, as comments in the option file."""
+    """Return reasons for the choices, by option, as comments in the option file."""
     fits = f"fits into {chosen.where.spec.name} and is the fastest by plan"
     return {
         "seq_len": f"the data need no more: their longest record has {int(data.lengths.max())}",

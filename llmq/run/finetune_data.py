@@ -1,5 +1,5 @@
-"""The data of `llmq finetune`: formats of the input files, their token files, and the facts that
-decide a run: documents, lengths, trained tokens."""
+"""The data of `llmq finetune`: formats of the input files, token files, and the facts from which a
+run's options follow."""
 
 import json
 import sys
@@ -25,11 +25,11 @@ from llmq.text.tokenize import tokenize
 CHAT = tuple(form for form in REQUIRED if form not in (PAIRS, LABELS, CLASSES))
 """Formats of conversations, which `--loss ce` trains."""
 
-COUNTED = 4000  # most records of a file that are counted
-HELD_OUT = 0.1  # fraction of the records that is held out, within the following numbers of records
+COUNTED = 4000  # most records of a file that are counted to choose the held-out fraction
+HELD_OUT = 0.1  # fraction of the records that is held out, within these numbers of records
 FEWEST_HELD_OUT, MOST_HELD_OUT = 4, 200
 
-# Common names of fields in other data sets, by our field.
+# Common names of fields in other data sets, by llmq's name of the field.
 _ALIASES = {
     "prompt": ("question", "query", "input", "problem", "user", "instruction"),
     "completion": ("answer", "response", "output", "solution", "assistant", "reply"),
@@ -43,8 +43,8 @@ _ALIASES = {
 class FinetuneData:
     """The token files of one fine-tuning. files: names of input files by format. folders: folders
     of token files by format. lengths: tokens of each training document, int64 (n,); a pair counts
-    with both answers. trained: number of trained tokens in one pass. held_out: number of held-out
-    documents."""
+    the tokens of both answers. trained: number of trained tokens in one pass. held_out: number of
+    held-out documents."""
 
     files: Mapping[str, tuple[str, ...]]
     folders: Mapping[str, Path]
@@ -54,7 +54,7 @@ class FinetuneData:
 
     @property
     def in_pairs(self) -> bool:
-        """True if the records are pairs of answers."""
+        """Return True if the records are pairs of answers."""
         return PAIRS in self.folders
 
     @property
@@ -62,11 +62,11 @@ class FinetuneData:
         return int(self.lengths.sum())
 
     def patterns(self, split: str) -> list[str]:
-        """Paths of the token files of a split, "train" or "eval"."""
+        """Return the paths of the token files of a split, "train" or "eval"."""
         return _token_files(self.folders, split)
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return one line about the data for the console."""
         kinds = ", ".join(f"{' '.join(self.files[form])} ({form})" for form in self.files)
         unit = "pairs" if self.in_pairs else "records" if TEXT in self.files else "conversations"
         return (
@@ -76,7 +76,8 @@ class FinetuneData:
 
 
 def parse_map(texts: Sequence[str]) -> dict[str, str]:
-    """Parse FIELD=NAME, separated by commas, into {FIELD: NAME}. ConfigError for anything else."""
+    """Parse FIELD=NAME, separated by commas, into {FIELD: NAME}. Raises ConfigError for other
+    text."""
     known = {DEFAULT_FIELD, "prompt"}.union(*REQUIRED.values(), *OPTIONAL.values())
     found: dict[str, str] = {}
     for part in (part for text in texts for part in text.split(",")):
@@ -91,8 +92,9 @@ def parse_map(texts: Sequence[str]) -> dict[str, str]:
 
 
 def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
-    """Format of a file's records, from the fields of the first record. mapping: see parse_map.
-    UnclearFields, with advice, if the fields match no format or several."""
+    """Return the format of a file's records, from the fields of the first record. mapping: see
+    parse_map. Raises UnclearFields, with advice, if the fields match no format or several
+    formats."""
     names = field_names(source)
     if names is None:
         return TEXT
@@ -107,7 +109,7 @@ def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
         return PAIRS
     forms = [form for form in CHAT if {*REQUIRED[form]} <= there]
     forms += [TEXT] * (DEFAULT_FIELD in there)
-    if renamed:  # fields named in the mapping decide
+    if renamed:  # fields that the mapping names decide
         chosen = [form for form in forms if {*renamed} & {*REQUIRED.get(form, (TEXT,))}]
         forms = chosen or forms
     if len(forms) == 1:
@@ -123,7 +125,8 @@ def format_of(source: InputSource, mapping: Mapping[str, str]) -> str:
 
 
 class UnclearFields(ConfigError):
-    """The fields of records match no format or several. names: names of the fields."""
+    """Raised if the fields of records match no format or several formats. names: names of the
+    fields."""
 
     def __init__(self, headline: str, names: Sequence[str]):
         super().__init__(headline)
@@ -131,12 +134,12 @@ class UnclearFields(ConfigError):
 
 
 _KINDS = {"answers": "prompt", "pairs": PAIRS, "texts": TEXT}
-"""Formats by the user's possible answers."""
+"""Formats by the answers that the user may give."""
 
 
 def ask_fields(source: InputSource, unclear: UnclearFields) -> dict[str, str]:
     """Ask at the terminal for the meaning of a file's fields; returns a mapping like parse_map. An
-    empty answer takes the default in brackets. ConfigError at the end of input."""
+    empty answer takes the default in brackets. Raises ConfigError at the end of input."""
     print(f"'{source.path}' has the fields {', '.join(unclear.names)}.")
     kind = _answer(f"Are these {', '.join(_KINDS)}?", "answers", [*_KINDS])
     needed = REQUIRED.get(_KINDS[kind], (DEFAULT_FIELD,))
@@ -163,7 +166,7 @@ def _answer(question: str, likely: str, known: Sequence[str]) -> str:
 
 
 def format_or_ask(source: InputSource, mapping: dict[str, str]) -> str:
-    """Like format_of, but asks at the terminal about unclear fields, and adds the answers to the
+    """Like format_of, but ask at the terminal about unclear fields, and add the answers to the
     mapping."""
     try:
         return format_of(source, mapping)
@@ -175,7 +178,7 @@ def format_or_ask(source: InputSource, mapping: dict[str, str]) -> str:
 
 
 def _advice(names: Sequence[str]) -> str:
-    """An example of --map for a file's fields."""
+    """Return an example of --map for a file's fields."""
     for form in (PAIRS, "prompt", TEXT):
         needed = REQUIRED.get(form, (DEFAULT_FIELD,))
         found = {n: next((a for a in (n, *_ALIASES[n]) if a in names), None) for n in needed}
@@ -197,9 +200,10 @@ def prepare(
     chat_template: str | None = None,
     overwrite: bool = False,
 ) -> FinetuneData:
-    """Tokenize files into subfolders of `folder`, one for each format; a second call does nothing.
-    mapping: result of parse_map; if empty, ask at a terminal about unclear fields. overwrite:
-    replace token files of other inputs. ConfigError or DataError for bad input."""
+    """Tokenize files into subfolders of `folder`, one for each format; a second call with the same
+    arguments does nothing. mapping: result of parse_map; if empty, ask at a terminal about unclear
+    fields. overwrite: replace token files of other inputs. Raises ConfigError or DataError for bad
+    input."""
     sources, mapping = find_files(inputs, exclude=folder), {**mapping}
     by_form: dict[str, list[InputSource]] = {}
     for source in sources:
@@ -247,7 +251,7 @@ def _measured(files: Mapping[str, tuple[str, ...]], folders: Mapping[str, Path])
 
 
 def _token_files(folders: Mapping[str, Path], split: str) -> list[str]:
-    """Paths of the token files of "train" or "eval" in these folders."""
+    """Return the paths of the token files of "train" or "eval" in these folders."""
     found = (sorted(folder.glob(f"{split}-*.bin")) for folder in folders.values())
     return [str(path) for paths in found for path in paths]
 
@@ -261,7 +265,8 @@ def _records(source: InputSource) -> Iterator[dict[str, Any]]:
 
 
 def _held_out_part(sources: Sequence[InputSource]) -> float:
-    """Fraction of the records that is held out: a tenth, at least 4 and at most 200 records."""
+    """Return the fraction of the records to hold out: a tenth, at least 4 and at most 200
+    records."""
     count = 0
     for source in sources:
         if source.kind == "text":
@@ -275,7 +280,7 @@ def _held_out_part(sources: Sequence[InputSource]) -> float:
 
 
 def _mapped(source: InputSource, mapping: Mapping[str, str], folder: Path, overwrite: bool) -> str:
-    """Path of the file, or of a copy with renamed fields."""
+    """Return the path of the file, or of a copy with renamed fields."""
     names = field_names(source) or []
     renames = {field: name for name, field in mapping.items() if field in names and field != name}
     if not renames:

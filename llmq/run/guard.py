@@ -1,10 +1,10 @@
 """Divergence guard: judges steps, and decides about rollbacks.
 
 A step is bad if its loss or gradient norm is not finite, or lies many median absolute deviations
-above the median of earlier accepted steps. This limit comes from steps at least LAG before, so it
-is known when a step is enqueued: the device itself can skip the update, and decisions do not depend
-on ranks or resumption. The first steps have no limit: a loss far above the loss of guessing, or
-many times the lowest loss so far, counts as bad, but the update is made.
+(MAD) above the median of earlier accepted steps. The limit comes from steps at least LAG before and
+is known when a step is enqueued: the device itself can skip the update. Decisions therefore do not
+depend on ranks or resumption. The first steps have no limit: a loss far above the loss of guessing,
+or many times the lowest loss so far, counts as bad, but the update is made.
 """
 
 import math
@@ -19,19 +19,19 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.result import Result
 from llmq.options.options import TrainConfig
 
-LAG = 2  # steps: when step s is enqueued, results up to s - LAG have been read
-LEAST = 16  # least number of accepted steps for a limit
+LAG = 2  # in steps: results up to step s - LAG have been read when step s is enqueued
+LEAST = 16  # least number of accepted steps from which a limit is computed
 WINDOW = 128  # most accepted steps from which a limit is computed
-DEVIATIONS = 10.0  # the limit's distance from the median, in deviations
-PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per its MAD
-PERSISTS = 3  # bad steps in a row, with skipped updates, that mean bad weights, not bad data
+DEVIATIONS = 10.0  # distance of the limit from the median, in deviations
+PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per MAD
+PERSISTS = 3  # bad steps in a row, with skipped updates, that prove bad weights, not bad data
 NEW_LEVEL = 100  # bad steps in a row, with updates, whose values become the new reference
 ABOVE_GUESSING = 3.0  # an early loss above this multiple of `Loss.guessing` is bad
 GROWN = 10.0  # an early loss above this multiple of the lowest loss, and above LEAST_LOSS, is bad
-LEAST_LOSS = 1.0  # losses up to this value, as of memorized text, may grow by GROWN
-ROLLBACKS = 3  # most rollbacks to the same step; another one would not help
-LOWERED = 0.1  # fraction of the learning rate directly after a rollback
-RECOVERY = 100  # steps from a rollback to the full rate: about the memory of the moments
+LEAST_LOSS = 1.0  # losses up to this value, as of memorized text, may grow by a factor of GROWN
+ROLLBACKS = 3  # most rollbacks to the same step; one more would not help
+LOWERED = 0.1  # factor of the learning rate directly after a rollback
+RECOVERY = 100  # steps from a rollback to the full rate: as long as optimizer moments remember
 
 
 class Judgement(NamedTuple):
@@ -47,7 +47,7 @@ class Judgement(NamedTuple):
 
 
 class Track:
-    """The losses or the norms of the newest WINDOW + 1 accepted steps, as (step, value)."""
+    """Keeps the losses or the norms of the newest WINDOW + 1 accepted steps, as (step, value)."""
 
     def __init__(self, name: str, least: tuple[float, float]):
         """least: the smallest deviation, as a fraction of the median, and as an absolute value."""
@@ -55,7 +55,8 @@ class Track:
         self.values: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
 
     def reference(self, step: int) -> tuple[float, float] | None:
-        """Median and deviation of the steps before this one; None for fewer than LEAST steps."""
+        """Return median and deviation of the values before this step; None for fewer than LEAST
+        values."""
         known = [value for at, value in self.values if at <= step - LAG][-WINDOW:]
         if len(known) < LEAST:
             return None
@@ -65,19 +66,20 @@ class Track:
         return median, max(deviation, part * abs(median), value)
 
     def limit(self, step: int) -> float:
-        """The greatest good value of this step, exact in F32; 0: no limit."""
+        """Return the greatest value with which this step is good, exact in F32; 0: no limit."""
         known = self.reference(step)
         return 0.0 if known is None else float(np.float32(known[0] + DEVIATIONS * known[1]))
 
     def excess(self, step: int, value: float) -> str:
-        """Text that says how far a value lies above the median, in deviations."""
+        """Return text that says how far a value lies above the median, in deviations."""
         median, deviation = self.reference(step)
         score = (value - median) / deviation
         far = f"{score:.1f} deviations above its median {median:.6g}"
         return f"the {self.name} {value:.6g} is {far}"
 
     def before(self, step: int) -> None:
-        """Move values of later steps back to step - LAG, so that they count for this step."""
+        """Set the steps of later values back to step - LAG, so that the values count for this
+        step."""
         known = [(min(at, step - LAG), value) for at, value in self.values]
         self.values.clear()
         self.values.extend(known)
@@ -87,20 +89,20 @@ class Guard:
     """Judges each step of a run once, in order.
 
     in_row: number of newest steps in a row that were bad. unchanged: number of newest steps in a
-    row that changed no weights. last_bad: the newest bad step; -1: none. not_finite: phrase about
-    the newest step's loss or norm if it was not finite, else None. trouble: step at which there
-    were too many bad steps, until a rollback; else None. level: how often the values of earlier
-    steps were dropped. rollbacks: steps [to, from] of each rollback. origin: the run's first
-    checkpoint; None: its first weights.
+    row that changed no weights. last_bad: the newest bad step; -1: none. not_finite: words about
+    the newest step's loss or norm if not finite, else None. trouble: the step that was one bad step
+    too many, until the rollback; None: no rollback is needed. level: how often a new level of
+    values was accepted, see accepts_new_level. rollbacks: steps [to, from] of each rollback.
+    origin: the run's first checkpoint; None: its first weights.
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):
         """guessing: the loss of a model that guesses, see `Loss.guessing`."""
         self.guessing = guessing
         self.mode = config.guard
-        # Least deviations: 30 % of the norm, 1 % of the loss and 0.01 nats. Where values are nearly
-        # equal, as in the first steps, small differences are no outliers, and clipping handles
-        # norms up to 4 times the median.
+        # Least deviations: 30 % of the norm, 1 % of the loss and 0.01 nats. If values are nearly
+        # equal, as in the first steps, small differences must not count as outliers. Gradient
+        # clipping handles norms up to 4 times the median.
         self.loss = Track("loss", (0.01, 0.01))
         self.norm = Track("gradient norm", (0.3, 0.0))
         self.load({})
@@ -108,20 +110,20 @@ class Guard:
     # -- before a step ---------------------------------------------------------------------------
 
     def limits(self, step: int) -> Limits:
-        """The loss and norm beyond which this step is bad; NO_LIMITS with --guard off, and zeros in
-        the first steps."""
+        """Return the loss and norm beyond which this step is bad; NO_LIMITS with --guard off, and
+        zeros for the first steps, which have no limit."""
         if self.mode == "off":
             return NO_LIMITS
         return Limits(norm=self.norm.limit(step), loss=self.loss.limit(step))
 
     @property
     def leaves_out(self) -> bool:
-        """True if the device must make no update beyond the limits."""
+        """Return True if the device must make no update beyond the limits."""
         return self.mode in ("skip", "rollback")
 
     def rate_factor(self, step: int) -> float:
-        """The factor of a step's learning rate: from LOWERED at a rollback up to 1 within RECOVERY
-        steps."""
+        """Return the factor of a step's learning rate, which rises from LOWERED at a rollback to 1
+        within RECOVERY steps."""
         if not self.rollbacks:
             return 1.0
         done = step - self.rollbacks[-1][0]
@@ -130,14 +132,14 @@ class Guard:
         return LOWERED + (1.0 - LOWERED) * done / RECOVERY
 
     def is_due(self, steps_done: int) -> bool:
-        """True if a rollback is due, which is LAG steps after the trouble: the step at which the
-        host learns of the trouble varies."""
+        """Return True if a rollback is due, exactly LAG steps after `trouble`. The delay is fixed
+        because the host may learn of bad steps sooner or later."""
         return self.trouble is not None and steps_done >= self.trouble + LAG
 
     # -- after a step ----------------------------------------------------------------------------
 
     def judge(self, step: int, result: Result, limits: Limits) -> Judgement:
-        """Judge a step by its limits. A step without targets is neither good nor bad."""
+        """Judge a step by its limits. A step without targets counts neither as good nor as bad."""
         judgement = Judgement() if result.tokens == 0 else self._judged(step, result, limits)
         no_update = judgement.left_out or result.tokens == 0 or not math.isfinite(result.norm)
         self.unchanged = self.unchanged + 1 if no_update else 0
@@ -162,7 +164,7 @@ class Guard:
         return Judgement()
 
     def _early(self, loss: float) -> str | None:
-        """Reason why the loss of a step without a limit is bad; None if it is good."""
+        """Return why the loss of a step without a limit is bad; None if the loss is good."""
         if self.mode == "off" or self.level > 0:
             return None
         lowest = min((value for _, value in self.loss.values), default=math.inf)
@@ -175,14 +177,14 @@ class Guard:
 
     def _bad(self, step: int, judgement: Judgement) -> Judgement:
         self.in_row, self.last_bad = self.in_row + 1, step
-        was_good = len(self.loss.values) > 0  # without a good step a rollback would not help
+        was_good = len(self.loss.values) > 0  # a rollback helps only if a step was good
         if self.mode == "rollback" and was_good and self.in_row >= PERSISTS:
             self.trouble = step if self.trouble is None else self.trouble
         return judgement
 
     def accepts_new_level(self) -> bool:
-        """After NEW_LEVEL bad steps in a row, with updates, start the reference anew and return
-        True: the data may have changed."""
+        """Drop the values of earlier steps and return True after NEW_LEVEL bad steps in a row whose
+        updates were made, because the data may have changed."""
         if self.in_row < NEW_LEVEL:
             return False
         self.level, self.in_row = self.level + 1, 0
@@ -193,12 +195,12 @@ class Guard:
     # -- rollbacks and state ---------------------------------------------------------------------
 
     def may_go_back(self, to: int) -> bool:
-        """True if fewer than ROLLBACKS rollbacks led to the step `to`."""
+        """Return True if fewer than ROLLBACKS rollbacks have led to the step `to`."""
         return sum(target == to for target, _ in self.rollbacks) < ROLLBACKS
 
     def went_back(self, to: int, steps_done: int) -> None:
-        """Record a rollback from steps_done to the step `to`. The reference values stay: after a
-        rollback to the first steps the next divergence would become the reference."""
+        """Record a rollback from steps_done to the step `to`. The values of earlier steps stay:
+        without them the next divergence would set the limits."""
         self.rollbacks = [*self.rollbacks, [to, steps_done]]
         self.in_row, self.unchanged, self.last_bad = 0, 0, min(self.last_bad, to - 1)
         self.trouble, self.not_finite = None, None
@@ -207,15 +209,15 @@ class Guard:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state on which later decisions depend, in JSON's types, for a checkpoint."""
+        """Return the state on which later decisions depend, as JSON values, for a checkpoint."""
         values = {"losses": self.loss.values, "norms": self.norm.values}
         kept = "in_row unchanged not_finite last_bad trouble level rollbacks origin".split()
         tracks = {name: [list(pair) for pair in pairs] for name, pairs in values.items()}
         return tracks | {name: getattr(self, name) for name in kept}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`; {} is the state before the first step. TypeError, ValueError or
-        AttributeError for a malformed state."""
+        """Restore a result of `state`; {} is the state before the first step. Raises TypeError,
+        ValueError or AttributeError for a malformed state."""
         for track, name in ((self.loss, "losses"), (self.norm, "norms")):
             track.values.clear()
             track.values.extend((index(step), float(value)) for step, value in state.get(name, []))

@@ -1,7 +1,7 @@
 """`llmq eval --tasks`: tasks of lm-evaluation-harness, computed by llmq.
 
-The harness has the tasks, their prompts and metrics; `Harness` implements the harness's model
-interface with `Fleet` and `Generator`, without torch.
+The harness provides tasks, prompts and metrics. `Harness` implements the harness's model interface
+with `Fleet` and `Generator`, without torch.
 """
 
 import json
@@ -25,11 +25,11 @@ from llmq.text.scoring import Request
 from llmq.text.stop_strings import until
 from llmq.text.tokenizer import streamed
 
-NEW_TOKENS = 256  # most tokens of a generated answer, unless the task gives a number
+NEW_TOKENS = 256  # most tokens of a generated answer, unless the task sets a number
 
 
 class Harness(TemplateLM):
-    """A model for lm-evaluation-harness. Weights are loaded for each kind of request."""
+    """A model for lm-evaluation-harness, which loads its weights anew for each kind of request."""
 
     def __init__(self, asker: Asker):
         super().__init__()
@@ -107,7 +107,8 @@ class Harness(TemplateLM):
         return [sum(next(found)[0] for _ in each) for each in windows]
 
     def _likelihoods(self, requests: list[Request]) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats of each request, and True if its tokens are the likeliest."""
+        """Return for each request its log-likelihood in nats, and True if its tokens are the
+        likeliest."""
         if not requests:
             return []
         values, greedy = self._asker.scored(requests, greedy=True)
@@ -161,7 +162,7 @@ def run_harness(
 ) -> None:
     """Print the harness's table for a model, and write the results to `out` as JSON. tasks: names
     of tasks, separated by commas. include_path: folder of further tasks. limit: most documents of
-    each task. how: arguments of asking. ConfigError for an unknown task."""
+    each task. how: arguments of `asking`. Raises ConfigError for an unknown task."""
     if out is not None:
         check_writable("--out", out.absolute().parent)
     names = [name for name in tasks.split(",") if name]

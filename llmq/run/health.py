@@ -1,4 +1,4 @@
-"""Health of a run: reactions to good and bad steps."""
+"""Health of a run: how the run reacts to good and bad steps."""
 
 import math
 
@@ -12,7 +12,7 @@ from llmq.run.lifecycle import Lifecycle
 from llmq.run.metrics import Reporter
 from llmq.run.trainer import Trainer
 
-SHOWN = 3  # first bad steps in a row whose lines are shown; then every tenth line is shown
+SHOWN = 3  # bad steps at the beginning of a row that are shown; then every tenth is shown
 
 
 class HealthMonitor(Callback):
@@ -22,19 +22,20 @@ class HealthMonitor(Callback):
     def __init__(self, trainer: Trainer, reporter: Reporter, guard: Guard, lifecycle: Lifecycle):
         self.trainer, self.reporter = trainer, reporter
         self.guard, self.lifecycle = guard, lifecycle
-        self._limits: dict[int, Limits] = {}  # by step, for steps whose result is not known
+        self._limits: dict[int, Limits] = {}  # by step, for steps with an unknown result
 
     def limits(self, step: int) -> Limits:
-        """The limits of a step for the device; the guard judges the result by the same limits."""
+        """Return the limits of a step for the device; the guard judges the result by the same
+        limits."""
         self._limits[step] = limits = self.guard.limits(step)
         return limits if self.guard.leaves_out else NO_LIMITS
 
     def learning_rate(self, step: int) -> float:
-        """The schedule's learning rate for a step, lowered after a rollback."""
+        """Return the schedule's learning rate for a step, lowered after a rollback."""
         return self.trainer.learning_rate(step) * self.guard.rate_factor(step)
 
     def on_step(self, step: StepDone) -> None:
-        """Judge a step. LlmqError if the run cannot recover."""
+        """Judge a step. Raises LlmqError if the run cannot recover."""
         number, result, guard = step.step, step.result, self.guard
         limits, in_row = self._limits.pop(number), guard.in_row
         judgement = guard.judge(number, result, limits)
@@ -56,9 +57,9 @@ class HealthMonitor(Callback):
         check_update(self.trainer.ranks, self.reporter, step, guard, left_out)
 
     def roll_back(self) -> None:
-        """Load the newest good checkpoint of the stage, or the first weights; the position in the
-        training data stays. LlmqError if there is no such state, or if rollbacks to it have not
-        helped."""
+        """Load the newest good checkpoint of the stage, or the first weights, and keep the position
+        in the training data. Raises LlmqError if no good state exists, or if rollbacks to this
+        state have not helped."""
         trainer, guard = self.trainer, self.guard
         bad, before = guard.trouble, trainer.steps_done
         self.lifecycle.poll(wait=True)

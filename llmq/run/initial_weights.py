@@ -1,4 +1,5 @@
-"""The first weights of a run: random ones, or a model's; with adapters, if any."""
+"""The first weights of a run: random weights or a model's weights, and adapters if the run has
+any."""
 
 import hashlib
 from collections.abc import Callable
@@ -41,9 +42,10 @@ from llmq.text.tokenizer_files import first_new_id, parse_tokens
 
 
 def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
-    """The options completed by the adapters of --adapter; ConfigError if options contradict them.
+    """Return the options completed by the adapters of --adapter.
 
-    LlmqError if the adapters cannot be read, or are of another model.
+    Raises ConfigError if options contradict the adapters, and LlmqError if the adapters cannot be
+    read or belong to another model.
     """
     if config.adapter is None:
         return config
@@ -91,7 +93,8 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
 
 
 def _same_adapters(model: ModelConfig, one: TrainConfig, other: TrainConfig) -> bool:
-    """True if two sets of options give a model the same adapters and train the same parts."""
+    """Return True if two sets of options give a model the same adapters and train the same
+    parts."""
 
     def trained(config: TrainConfig) -> tuple[Any, ...] | None:
         adapters = adapters_of(config)
@@ -104,7 +107,7 @@ def _same_adapters(model: ModelConfig, one: TrainConfig, other: TrainConfig) -> 
                 for part in matrix.parts
             }
             names, table = trained_slabs(adapters), weight_table(model, 1, adapters)
-        except (ConfigError, ValueError):  # names of layers or matrices that the model lacks
+        except (ConfigError, ValueError):  # the model lacks a named layer or matrix
             return None
         return modules, {(p.name, p.shape) for s in table if s.name in names for p in s.params}
 
@@ -113,18 +116,18 @@ def _same_adapters(model: ModelConfig, one: TrainConfig, other: TrainConfig) -> 
 
 
 def _said(name: str, value: Any) -> str:
-    """The option with its value, or "no OPTION"."""
+    """Return the option with its value, or "no OPTION"."""
     return flag(name, value) or f"no {OPTIONS[name].flag}"
 
 
 ADAPTED_BY = tuple("lora_rank lora_targets lora_rank_pattern lora_layers train lora_dora".split())
-"""Options of adapters that must be the same in a run and its checkpoint."""
+"""Options of adapters that must be equal in a run and its checkpoint."""
 
 
 class InitialWeights:
-    """First weights of one run; the constructor checks all their files.
+    """The first weights of one run, whose files the constructor checks.
 
-    weights: weights in the model's directory; None: random weights.
+    weights: the weights in the model's directory; None: random weights.
     """
 
     @START.part("opening weights")
@@ -149,7 +152,7 @@ class InitialWeights:
                 line = f"--base-dtype {base} rounds the codes of {config.model} anew"
                 warn(f"{line}: --base-dtype {kept_by} keeps them")
         self.source = self._source()
-        self._open = ExitStack()  # keeps files of extra tensors in another folder open
+        self._open = ExitStack()  # keeps open the files of extra tensors in another folder
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
@@ -159,8 +162,8 @@ class InitialWeights:
             self._warn_of_base()
 
     def _source(self) -> SourceModel | None:
-        """The source model, with the files that exports copy; None with random weights. Warns of
-        tensors that are not trained."""
+        """Return the source model, with the files that exports copy; None with random weights.
+        Warns of tensors that are not trained."""
         config = self.config
         if self.weights is None or config.only_scores:
             return None
@@ -173,20 +176,20 @@ class InitialWeights:
 
     @property
     def kept(self) -> SourceModel | None:
-        """The source model as checkpoints record it; None with adapters, which are exported
+        """Return the source model as checkpoints record it; None with adapters, which are exported
         alone."""
         return None if self.adapters is not None else self.source
 
     @property
     def exported(self) -> SourceModel | None:
-        """The source model as exports of this run need it."""
+        """Return the source model as exports of this run need it."""
         if self.source is None:
             return None
         return self.source.for_model(self.model, text_only=self.config.text_only)
 
     def continue_source(self, reader: CheckpointReader) -> None:
-        """Take over the source model of a checkpoint's run. LlmqError if the source's extra tensors
-        are neither in --model nor in their old place."""
+        """Use the source model of a checkpoint's run. Raises LlmqError if the source's extra
+        tensors are neither in --model nor in the recorded folder."""
         before = SourceModel.of_record(reader.manifest.source)
         if before is None or self.adapters is not None:
             return
@@ -199,21 +202,21 @@ class InitialWeights:
 
     @property
     def base(self) -> BaseId | None:
-        """The base model of the adapters; None without adapters."""
+        """Return the base model of the adapters; None without adapters."""
         return None if self.adapters is None else self.identity
 
     @cached_property
     def identity(self) -> BaseId:
-        """Identity of the first weights without adapters. The first access reads the whole
-        model."""
+        """Return the identity of the first weights without adapters. The first access reads all
+        weights."""
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
     @cached_property
     def reference(self) -> BaseId:
-        """Identity of the first weights with --adapter, which are the reference model of preference
-        losses."""
+        """Return the identity of the first weights with --adapter, which are the reference model of
+        preference losses."""
         if self._files is None:
             return self.identity
         own, name = self.adapters, f"{self.identity.name} with {self.config.adapter}"
@@ -257,7 +260,7 @@ class InitialWeights:
         ranks.run("initializing weights", init)
 
     def check_checkpoint(self, reader: CheckpointReader) -> None:
-        """LlmqError if a checkpoint has other adapters, or adapters of another model."""
+        """Raise LlmqError if a checkpoint has other adapters, or adapters of another model."""
         saved = {name: reader.manifest.options.get(name) for name in ADAPTED_BY}
         before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
 
@@ -282,8 +285,8 @@ class InitialWeights:
         made: TokenizerId | None,
         run: RunId,
     ) -> None:
-        """Export the model, or the adapters. read: returns a parameter of the run. tokenizer: to
-        write beside the model. made: identity of the data's tokenizer."""
+        """Export the model, or the adapters. read: returns a parameter of the run. tokenizer: the
+        tokenizer to write with the model. made: identity of the data's tokenizer."""
         config = self.config
         origin = {"made": made, "run": run, "hub": HubModel.of(config)}
         if self.adapters is None:

@@ -1,8 +1,10 @@
-"""The checkpoints of a run: saving, verdicts, deletion, the best one, rollback and export.
+"""The checkpoints of a run: saving, verdicts on checkpoints, deletion, the best checkpoint,
+rollback and export.
 
-`llmq/checkpoint/states.py` defines the states and the rules; this file carries the rules out. With
---ckpt-background a thread writes and deletes (saving.py), and the loop calls `poll` between steps.
-Verdicts and the note of the best checkpoint wait until the checkpoint is complete.
+`llmq/checkpoint/states.py` defines the states of checkpoints and the rules; this file carries the
+rules out. With --ckpt-background a thread writes and deletes (saving.py), and the loop calls `poll`
+between steps. A verdict, or the choice of a checkpoint as the best, is written once the checkpoint
+is complete.
 """
 
 import time
@@ -52,7 +54,7 @@ class Lifecycle:
     """
 
     def __init__(self, trainer: Trainer, reporter: Reporter, best: Best, guard: Guard, first: int):
-        """first: first step of the stage, within which all sequences have one length."""
+        """first: the stage's first step; all sequences of a stage have one length."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config, self.world = trainer.config, trainer.world
         self.keep = Keep.of(trainer.config, first)
@@ -63,16 +65,16 @@ class Lifecycle:
         self.writing: int | None = None
         self.write_seconds = 0.0
         self._verdict: Verdict | None = None  # on the checkpoint that is being written
-        self._unclean = False  # True if old checkpoints are still to be deleted
+        self._unclean = False  # True if old checkpoints must still be deleted
         self._missing = 0  # number of failed saves since the newest checkpoint
-        self._told = False  # True once a wait was reported
+        self._told = False  # True once a wait for a checkpoint was reported
 
     # -- going on --------------------------------------------------------------------------------
 
     @staticmethod
     def resume_from(config: TrainConfig, world: World) -> Path | None:
-        """The checkpoint that --continue names; None without --continue, or if the user wants the
-        newest checkpoint and none exists. All processes of the world call this function."""
+        """Return the checkpoint that --continue names. Returns None without --continue, or if the
+        user wants the newest checkpoint and none exists. All processes call this function."""
         directory, wanted = config.checkpoint_dir, config.continue_from
         if wanted is None:
             return None
@@ -87,16 +89,16 @@ class Lifecycle:
         return found
 
     def state(self) -> dict[str, Any]:
-        """The best checkpoint and the count of stale measurements, in JSON's types."""
+        """Return the best checkpoint and the count of measurements since then, as JSON values."""
         return {} if self.best.metric is None else {"best": self.best.state()}
 
     def load(self, history: Mapping[str, Any]) -> None:
-        """Restore a saved `state`; call `resume` next."""
+        """Restore a result of `state`; `resume` must follow."""
         self.best.load(history.get("best"))
 
     def resume(self) -> None:
-        """Restore the verdicts and the best checkpoint of the moment whose checkpoint the trainer
-        has loaded, from any directory."""
+        """Restore the verdicts and the best checkpoint as of the trainer's step. The trainer has
+        loaded a checkpoint of this step, from any directory."""
         step = self.trainer.steps_done
         self.saved_at, self.late = step, False
         self._proving = Proving()
@@ -110,7 +112,7 @@ class Lifecycle:
             self.reporter.message(f"WARNING: {error}", step)
 
     def move_undone_aside(self) -> None:
-        """Move the run's own checkpoints of later steps aside; the run makes these steps again."""
+        """Rename this run's checkpoints of later steps; the run will make these steps again."""
         step = self.trainer.steps_done
         if step < self.trainer.total_steps:
             undone = partial(undone_checkpoints, self.config, self.trainer.run, step)
@@ -118,8 +120,8 @@ class Lifecycle:
                 self.reporter.message(line, step)
 
     def rollback_target(self, last: int) -> Path | None:
-        """The checkpoint of the same stage to which a rollback from step `last` returns; None: the
-        first weights. LlmqError if a later stage has no good checkpoint."""
+        """Return the checkpoint to load in a rollback from step `last`, of the same stage; None:
+        the first weights. Raises LlmqError if a stage after the first has no good checkpoint."""
         path, origin = newest_good(self._kept(), self.keep, last, self.world), self.guard.origin
         first = self.keep.first
         if path is None and origin is not None and checkpoint_step(Path(origin)) >= first:
@@ -139,16 +141,16 @@ class Lifecycle:
     # -- saving ----------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is due before this step: by --ckpt-interval, or because an earlier
-        checkpoint waits for a good step and this state is good."""
+        """Return True if a checkpoint is due before this step: by --ckpt-interval, or because an
+        earlier checkpoint waits for a good step and the last step was good."""
         interval = self.config.ckpt_interval
         return (interval > 0 and step % interval == 0) or (self.late and self.guard.in_row == 0)
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
-        """Save a checkpoint, unless this step has one, and delete old checkpoints. A bad step may
-        have spoiled the weights: after it a checkpoint needs `required` or `asked`. required: wait
-        until the checkpoint is complete, and raise DiskError if saving fails; else a failure is a
-        message. asked: the user wants this checkpoint."""
+        """Save a checkpoint, unless this step has one, and delete old checkpoints. After a bad step
+        the weights may be spoiled, and only `required` or `asked` saves. required: wait until the
+        checkpoint is complete, and raise DiskError if saving fails; if False, a failure is only
+        reported. asked: True if the user asks for this checkpoint."""
         if required:
             self.finish()
         if self.trainer.steps_done not in (self.saved_at, self.writing):
@@ -190,8 +192,8 @@ class Lifecycle:
         self._take_tidied(self._tidying(step)(self.world))
 
     def _prove(self, step: int) -> None:
-        """Let the coming steps decide whether this checkpoint is good; after PERSISTS bad steps in
-        a row mark it as spoiled."""
+        """Let the next steps decide whether this checkpoint is good. After PERSISTS bad steps in a
+        row, mark the checkpoint as spoiled at once."""
         if self.guard.in_row >= PERSISTS:
             text = f"the last {self.guard.in_row} steps were bad"
             self._note(step, Verdict.spoiled(text))
@@ -203,8 +205,8 @@ class Lifecycle:
         self.reporter.alarm(None)
 
     def _lost(self, step: int, error: DiskError) -> None:
-        """Report a failed save; from MISSING failures in a row on, raise an alarm. DiskError after
-        --ckpt-required failures in a row."""
+        """Report a failed save. MISSING failures in a row raise an alarm, --ckpt-required failures
+        in a row raise DiskError."""
         now = self.trainer.steps_done
         self._missing += 1
         self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", now)
@@ -212,7 +214,7 @@ class Lifecycle:
         text = f"{self._missing} checkpoints in a row could not be written, the newest is {newest}"
         if 0 < self.config.ckpt_required <= self._missing:
             ended = DiskError(f"--ckpt-required: {text}: {error}")
-            ended.agreed = True  # all processes raise this error
+            ended.agreed = True  # all processes raise the same error
             raise ended
         if self._missing >= MISSING:
             self.reporter.alarm(f"{text}: {error}", now)
@@ -220,19 +222,19 @@ class Lifecycle:
     # -- in the background -----------------------------------------------------------------------
 
     def poll(self, *, wait: bool = False) -> None:
-        """Take the outcome of the writing thread, if it has ended. wait: first wait for the thread
-        to end."""
+        """Take the result of the writing thread, if the thread has ended. wait: wait for the end
+        first."""
         while (written := self._writer.ended(wait=wait)) is not None:
             self._take(written)
 
     def finish(self) -> None:
-        """Wait until no checkpoint is being written any more, and delete old checkpoints."""
+        """Wait until no checkpoint is being written, then delete old checkpoints."""
         self.poll(wait=True)
         if self._unclean:
             self._delete_old()
 
     def _wait(self, step: int) -> None:
-        """Wait until the previous checkpoint is written. The first long wait of a run is
+        """Wait until the previous checkpoint is written. Only the first long wait of a run is
         reported."""
         before, start = self.writing, time.monotonic()
         self.poll(wait=True)
@@ -247,7 +249,7 @@ class Lifecycle:
             )
 
     def _take(self, written: Written) -> None:
-        """Take an outcome of the writing thread: a complete checkpoint, or a failed save."""
+        """Take a result of the writing thread: a complete checkpoint, or a failed save."""
         step, tidied, self.write_seconds = written
         verdict, self._verdict, self.writing = self._verdict, None, None
         if isinstance(tidied, DiskError):
@@ -265,21 +267,23 @@ class Lifecycle:
         self._settle_best(step)
 
     def close(self, *, give_up: bool) -> None:
-        """Stop the thread before the memory that it reads is freed. give_up: discard the unfinished
-        checkpoint; else complete it, if there is one process."""
+        """Stop the writing thread, before the memory that the thread reads is freed. give_up:
+        discard the unfinished checkpoint; if False, a run of a single process completes the
+        checkpoint."""
         self._writer.stop(give_up=give_up)
         if not (self.world.several or give_up):
-            with suppress(Exception):  # a failed device would repeat the run's first error
+            with suppress(Exception):  # after a failed device the first error counts
                 self.poll(wait=True)
 
     # -- the best --------------------------------------------------------------------------------
 
     def measured(self, measured: Measured) -> bool:
-        """Take an evaluation of this moment. Returns True if the metric of --keep-best is the best
-        so far; the caller then calls `save`, which keeps the checkpoint as the best."""
+        """Take the metrics of an evaluation after the newest step. Returns True if the metric of
+        --keep-best is the best so far; the caller then calls `save`, which keeps the checkpoint as
+        the best."""
         if self.best.metric not in measured:
             return False
-        if self.best.proposed is not None:  # the best checkpoint so far is still being written
+        if self.best.proposed is not None:  # the previous best checkpoint is still being written
             self.poll(wait=True)
         line = self.best.begins_anew(measured)
         if line is not None:
@@ -287,7 +291,8 @@ class Lifecycle:
         return self.best.take(self.trainer.steps_done, measured)
 
     def _settle_best(self, step: int | None) -> None:
-        """Accept the proposed best checkpoint, of this step, if it is complete; else drop it."""
+        """Make this step's checkpoint the best if it was proposed as the best and is complete; drop
+        the proposal if the checkpoint failed."""
         best, now = self.best, self.trainer.steps_done
         if best.proposed is None or best.proposed.step != step:
             return
@@ -304,8 +309,8 @@ class Lifecycle:
     # -- verdicts --------------------------------------------------------------------------------
 
     def verdict(self, step: int, bad: str | None) -> None:
-        """Apply the judgement of a step to the checkpoints before the step; steps come in order.
-        bad: why the step is bad; None for a good step."""
+        """Apply a step's verdict to the checkpoints before the step; steps come in order. bad: why
+        the step is bad; None for a good step."""
         level = self.guard.level
         if bad is None:
             verdicts = self._proving.mark_good(step, self.guard.last_bad, level)
@@ -322,7 +327,8 @@ class Lifecycle:
             self._note(step, Verdict.spoiled(reason))
 
     def _note(self, step: int, verdict: Verdict) -> None:
-        """Write a verdict into its checkpoint, or keep it until the checkpoint is complete."""
+        """Write a verdict into the checkpoint of this step, or keep the verdict until the
+        checkpoint is complete."""
         if step == self.writing:
             self._verdict = verdict
             return
@@ -330,36 +336,36 @@ class Lifecycle:
             return
         path = own_checkpoints(self.config.checkpoint_dir, self.trainer.run).get(step)
         try:
-            if path is not None:  # else the checkpoint was removed or replaced
+            if path is not None:  # None if the checkpoint was removed or replaced
                 write_verdict(path, verdict)
         except DiskError as error:
-            if path.is_dir():  # else a thread has just deleted the checkpoint
+            if path.is_dir():  # no folder: a thread has just deleted the checkpoint
                 self.reporter.message(f"WARNING: {error}", self.trainer.steps_done)
 
     # -- old ones --------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Delete checkpoints that a verdict or a new best makes superfluous. With --ckpt-background
-        they go at the next checkpoint, so that training does not wait."""
+        """Delete checkpoints that are superfluous after a verdict or a new best checkpoint. With
+        --ckpt-background the next save deletes the checkpoints, so that training does not wait."""
         self._unclean = self.config.ckpt_background
         if not self._unclean:
             self._delete_old()
 
     def _delete_old(self) -> None:
-        """Delete old checkpoints now."""
+        """Delete old checkpoints at once."""
         self._unclean = False
         if self.saved_at is not None:
             tidying = self._tidying(self.saved_at, read_back=False)
             self._take_tidied(tidying(self.world))
 
     def _tidying(self, saved_at: int, *, read_back: bool = True) -> partial[Tidied]:
-        """A prepared call of `tidy` that keeps the checkpoint of step saved_at."""
+        """Return a prepared call of `tidy` that keeps the checkpoint of step saved_at."""
         spared = [at for at in (self.best.step, self._proving.followed) if at is not None]
         where = (self.config.checkpoint_dir, self.trainer.run)
         return partial(tidy, *where, self.keep, saved_at, spared, read_back=read_back)
 
     def _take_tidied(self, tidied: Tidied) -> None:
-        """Report deleted checkpoints; mark the newest one as spoiled if it could not be read
+        """Report deleted checkpoints; mark the newest checkpoint as spoiled if it could not be read
         back."""
         now, saved_at = self.trainer.steps_done, self.saved_at
         if tidied.removed:
@@ -377,9 +383,9 @@ class Lifecycle:
     # -- export ----------------------------------------------------------------------------------
 
     def export(self, problem: str | None) -> None:
-        """Write the best or the last model (--export). ModelError if this model does not compute
-        finite numbers; its checkpoint is then marked as spoiled. problem: why the last model does
-        not compute finite numbers; None if it does."""
+        """Write the best or the last model (--export). Raises ModelError if this model does not
+        compute finite numbers, and marks its checkpoint as spoiled. problem: why the last model
+        does not compute finite numbers; None if all are finite."""
         config, best, step = self.config, self.best, self.trainer.steps_done
         exported = step if best.step is None or config.export == "last" else best.step
         source = None
@@ -403,8 +409,8 @@ class Lifecycle:
             self.reporter.message(text, step)
 
     def _spoiled(self, problem: str, exported: int) -> None:
-        """Handle a last model that does not compute finite numbers: ModelError if it is the model
-        to export, unless --force is given. exported: step of the model to export."""
+        """Report a last model that does not compute finite numbers. Raises ModelError if the last
+        model is to be exported, unless --force is given. exported: step of the model to export."""
         step = self.trainer.steps_done
         if exported != step:
             self.condemn(step, problem)
@@ -429,9 +435,9 @@ def tidy(
     *,
     read_back: bool,
 ) -> Tidied:
-    """Delete old checkpoints. saved_at: step of the newest one. spared: further steps whose
-    checkpoints stay. read_back: first read the newest one from the disk, and delete nothing if it
-    is damaged. All processes of the world call this function."""
+    """Delete old checkpoints. saved_at: step of the newest checkpoint. spared: further steps whose
+    checkpoints stay. read_back: first read the newest checkpoint from the disk, and delete nothing
+    if it is damaged. All processes of the world call this function."""
     if read_back and keep.newest > 0:
         path = checkpoint_path(directory, saved_at)
         forget_pages(path)

@@ -1,4 +1,4 @@
-"""The loop of a run: optimizer steps, and the ordered work between two steps."""
+"""The loop of a run: makes optimizer steps, and evaluates and saves between two steps."""
 
 import signal
 import time
@@ -24,11 +24,11 @@ from llmq.run.trainer import Trainer
 class Loop:
     """Makes steps until the end of the run or a signal.
 
-    Results go to the trainer's callbacks. Between two steps come evaluations, then requests for a
-    checkpoint or for the end, then checkpoints. is_last: True if the run ends with this loop, False
-    if another stage follows. first: the loop's first step. pending: ticket of the step whose result
-    has not been read. ahead: True if a GPU computes a step while the previous step's result is
-    read.
+    The trainer's callbacks get the results. Between two steps the loop evaluates, then obeys
+    requests for a checkpoint or for the end, then saves checkpoints. is_last: True if the run ends
+    with this loop, False if another stage follows. first: the loop's first step. pending: ticket of
+    the step whose result has not been read. ahead: True if a GPU computes a step while the previous
+    step's result is read.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Loop:
         requests: Requests,
         stop: int | None,
     ):
-        """stop: the next stage's first step, before which the loop ends; None: the loop ends with
-        the run."""
+        """stop: the first step of the next stage, before which the loop ends; None: there is no
+        next stage."""
         self.trainer, self.reporter, self.evaluations = trainer, reporter, evaluations
         self.health, self.lifecycle, self.requests = health, lifecycle, requests
         self.stop, self.is_last = stop, stop is None
@@ -53,21 +53,21 @@ class Loop:
 
     @property
     def stopped(self) -> str | None:
-        """Why a callback ends the run early; None: the run goes on."""
+        """Return why a callback ends the run early; None: no callback does."""
         why = next((c.stop for c in self.trainer.callbacks if c.stop), None)
         return why and f"{why}, which ends the run after {self.trainer.steps_done} steps"
 
     def run(self) -> None:
-        """Make all `steps`; meanwhile signals are noted, and obeyed between two steps."""
+        """Make all `steps`. A signal is only noted when received, and obeyed between two steps."""
         with self.requests.noted():
             for _ in self.steps():
                 pass
 
     def steps(self) -> Iterator[StepDone]:
-        """Yield each step when its result is known. After the last step come the last evaluations
-        and the export of the model.
+        """Yield each step when its result is known. After the last step, evaluate once more and
+        export the model.
 
-        Interrupted or OutOfTime if the run ends early; a checkpoint is saved before.
+        Raises Interrupted or OutOfTime if the run ends early, after saving a checkpoint.
         """
         trainer = self.trainer
         self.first = trainer.steps_done
@@ -88,7 +88,7 @@ class Loop:
             self.reporter.message(f"Stopped early: {self.stopped}", trainer.steps_done)
         if not self.is_last:
             self.save_last()
-        elif self._saves_last:  # before the long evaluation at the end
+        elif self._saves_last:  # before the last evaluation, which takes long
             self._save()
         self.requests.agree()
         self._leave_if_asked()
@@ -109,12 +109,12 @@ class Loop:
             ticket = self._enqueue(lr, limits)
         self.collect()
         self.pending = ticket
-        if probes or not self.ahead or trainer.dev.kind == "host":  # a CPU's step is done by now
+        if probes or not self.ahead or trainer.dev.kind == "host":  # the CPU's step is done
             self.collect()
 
     def _enqueue(self, lr: float, limits: Limits) -> int:
-        """Enqueue a step. Before a DataError the loaders return to their old position, so that a
-        checkpoint can be saved."""
+        """Enqueue a step. Before a DataError is raised, the loaders return to the step's position,
+        so that a checkpoint can be saved."""
         loaders = self.trainer.train_loaders
         before = loaders[0].state()
         try:
@@ -125,7 +125,7 @@ class Loop:
             raise
 
     def collect(self) -> None:
-        """Wait for the pending step; the trainer tells its callbacks."""
+        """Wait for the pending step, whose result the trainer passes to its callbacks."""
         ticket, self.pending = self.pending, None
         if ticket is not None:
             self.trainer.result(ticket)
@@ -136,7 +136,7 @@ class Loop:
         return done
 
     def pause(self) -> None:
-        """Collect the pending step before work that counts for no step's time."""
+        """Collect the pending step before work that must not count as step time."""
         self.collect()
         self.trainer.last_end = None
 
@@ -170,19 +170,21 @@ class Loop:
         self.requests.save_took(time.monotonic() - start)
 
     def save_last(self, *, required: bool = True) -> None:
-        """Save a checkpoint with which another process or stage goes on, and wait for its end."""
+        """Save a checkpoint from which another process or stage goes on, and wait until it is
+        complete."""
         self._save(required=required)
         self.lifecycle.finish()
 
     @property
     def _saves_last(self) -> bool:
-        """True if a complete run writes a last checkpoint."""
+        """Return True if a complete run writes a last checkpoint."""
         wanted, lifecycle = self.trainer.config.save_training_state, self.lifecycle
         has_one = lifecycle.saved_at is not None or lifecycle.writing is not None
         return has_one if wanted is None else wanted
 
     def _leave_if_asked(self) -> None:
-        """If a signal or --max-hours asks for it, save a checkpoint and end the run by an error."""
+        """If a signal or --max-hours ends the run, save a checkpoint and raise OutOfTime or
+        Interrupted."""
         if not self.requests.ends:
             return
         self._save(required=True)
@@ -193,7 +195,8 @@ class Loop:
         raise OutOfTime if self.requests.signum is None else Interrupted(self.requests.signum)
 
     def _end(self) -> None:
-        """Run the last evaluations, then export; a single signal does not stop the export."""
+        """Run the last evaluations, then export the model. A single signal does not stop the
+        export."""
         for evaluate in self.evaluations.due_at_end():
             self._evaluate(evaluate)
         self.lifecycle.finish()  # before the export, which may fail
@@ -210,20 +213,21 @@ class Loop:
     # -- state and rollback ----------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """The part of a run's state outside trainer and weights, in JSON's types, for a
-        checkpoint."""
+        """Return the run's state that neither the trainer nor the weights hold, as JSON values, for
+        a checkpoint."""
         state = self.evaluations.state() | self.reporter.history
         return state | {"guard": self.health.guard.state} | self.lifecycle.state()
 
     def _restore(self, history: Mapping[str, Any]) -> None:
-        """Restore a `_state`, except for the guard's; {} is the state before the first step."""
+        """Restore a result of `_state` without the guard's state; {} is the state before the first
+        step."""
         self.evaluations.load(history)
         self.reporter.history = history
         self.lifecycle.load(history)
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on with the history of the run that wrote this checkpoint, which the trainer has
-        loaded. LlmqError if the history is not as llmq writes one."""
+        """Go on with the history of the run that wrote this checkpoint. The trainer has loaded the
+        checkpoint. Raises LlmqError for a malformed history."""
         history = self.trainer.history
         try:
             self.health.guard.load(history.get("guard", {}))
@@ -235,13 +239,14 @@ class Loop:
             ) from error
         self.reporter.total_steps = self.trainer.total_steps
         self.lifecycle.resume()
-        # A rollback goes back to this checkpoint if nothing else is there.
+        # A rollback returns to this checkpoint if the run has written no good checkpoint.
         foreign = checkpoint.parent.resolve() != self.trainer.config.checkpoint_dir.resolve()
         if foreign or "guard" not in history:
             self.health.guard.origin = str(checkpoint.absolute())
 
     def _goes_back(self) -> bool:
-        """Roll back if the last steps had too many bad ones; return True if so."""
+        """Roll back if the guard found too many bad steps in a row; return True after a
+        rollback."""
         self.collect()
         if self.health.guard.trouble is None:
             return False
@@ -249,8 +254,8 @@ class Loop:
         return True
 
     def _roll_back(self) -> None:
-        """Load a good checkpoint, but go on with the next data. The guard keeps its state, which is
-        newer than the checkpoint's."""
+        """Load a good checkpoint, but go on with the next data. The guard keeps its own state,
+        which is newer than the state in the checkpoint."""
         self.pause()
         self.health.roll_back()
         self._restore(self.trainer.history)

@@ -1,4 +1,4 @@
-"""The reports of a run: console lines in llm.q's shapes, and records in the JSON log."""
+"""The reports of a run: console lines in the format of llm.q, and records in the JSON log."""
 
 import math
 import time
@@ -17,7 +17,7 @@ from llmq.report.views import PlainView
 
 RULE = "!" * 80
 SHOWN_FILES = 10  # most files of a split that [Dataset] lists
-SHOWN_SECONDS = 0.1  # least duration of a part of the start that is printed
+SHOWN_SECONDS = 0.1  # least duration in seconds of a part of the start that is printed
 
 
 _COUNTS = (  # exclusive upper limit of a count, its unit, the unit's letter, decimals
@@ -32,13 +32,13 @@ _COUNTS = (  # exclusive upper limit of a count, its unit, the unit's letter, de
 
 
 def count_tokens(n: int) -> str:
-    """A token count as a number four characters wide, with its unit."""
+    """Return a token count as a number four characters wide, with its unit."""
     unit, letter, digits = next(row for limit, *row in _COUNTS if n < limit)
     return f"{n / unit:4.1f}{letter}" if digits else f"{n // unit:4d}{letter}"
 
 
 def tokens_per_second(tokens: int, milliseconds: float) -> str:
-    """Tokens per second as text, from 100 thousand on in thousands; "-" for a duration of 0."""
+    """Return tokens per second as text, from 100 thousand on in thousands; "-" below 1 ms."""
     if milliseconds < 1:
         return "-"
     rate = int(tokens * 1000 / milliseconds)
@@ -46,16 +46,15 @@ def tokens_per_second(tokens: int, milliseconds: float) -> str:
 
 
 def duration(milliseconds: float) -> str:
-    """A duration as text of fixed width: in ms, from 100 seconds on in s."""
+    """Return a duration as text of fixed width: in ms, from 100 seconds on in s."""
     if milliseconds < 100_000:
         return f"{int(milliseconds):5d} ms"
     return f"{int(milliseconds / 1000):5d}  s"
 
 
 def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
-    """Milliseconds of the parts of each micro-step, then of the optimizer. ranges: name and
-    milliseconds of each timed range; those of a calibration are left out.
-    """
+    """Return milliseconds of the parts of each micro-step, then of the optimizer. ranges: name and
+    milliseconds of each timed range; ranges of a calibration are left out."""
     parts: list[dict[str, float]] = []
     for name, ms in ranges:
         part = name.split()[0]
@@ -74,7 +73,7 @@ def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
 
 
 class Reporter:
-    """Console and log of one run."""
+    """Writes the console lines and the log of one run."""
 
     def __init__(self, log: JsonLog, view: PlainView, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
@@ -95,8 +94,8 @@ class Reporter:
         self.log.write("info", step, type="message", message=text)
 
     def alarm(self, text: str | None, step: int = 0) -> None:
-        """Report something that the user must not overlook: bold between two rules, in the log, and
-        in the live view until a call with None."""
+        """Report a problem that the user must not overlook: in bold between two rules, in the log,
+        and in the live view until a call with None."""
         self.view.progress(alarm=text)
         if text is not None:
             for line in (RULE, f"ALARM: {text}", RULE):
@@ -105,7 +104,7 @@ class Reporter:
 
     @contextmanager
     def section(self, text: str, step: int = 0) -> Iterator[None]:
-        """Name a long action before it begins and say afterwards how long it took."""
+        """Print the name of a long action before the action begins, and its duration afterwards."""
         self.view.line(f"{text} ...")
         start = time.perf_counter()
         yield
@@ -117,8 +116,8 @@ class Reporter:
     def options(
         self, rows: list[tuple[str, bool | int | float | str]], usual: Mapping[str, Any]
     ) -> None:
-        """Log options, and print those that differ from `usual` in the block [Options]. rows: name
-        and value."""
+        """Log all options, and print the options that differ from `usual` in the block [Options].
+        rows: name and value."""
         width = max(len(name) for name, value in rows if usual.get(name) != value)
         lines = []
         for name, value in rows:
@@ -129,7 +128,7 @@ class Reporter:
         self.block("Options", lines)
 
     def dataset(self, loaders: dict[str, DataLoader]) -> None:
-        """Report [Dataset]: the files of each split, and the loader's position in them."""
+        """Report [Dataset]: the files of each split, and the loader's position in these files."""
         lines = []
         for split, loader in loaders.items():
             lines.append(f" {split}: {count_tokens(loader.total_tokens)} tokens")
@@ -153,7 +152,7 @@ class Reporter:
 
     @property
     def history(self) -> dict[str, Any]:
-        """The values on which later reports depend, in JSON's types, for a checkpoint."""
+        """Return the values on which later reports depend, as JSON values, for a checkpoint."""
         loss_sum = self._loss_sum if math.isfinite(self._loss_sum) else None
         return {
             "losses_since_evaluation": [loss_sum, self._loss_count],
@@ -162,8 +161,8 @@ class Reporter:
 
     @history.setter
     def history(self, history: Mapping[str, Any]) -> None:
-        """Restore a history; {} is the one before the first step. A malformed history raises errors
-        that `Loop.resume` catches."""
+        """Restore a history; {} is the history before the first step. A malformed history raises
+        errors that `Loop.resume` catches."""
         total, count = history.get("losses_since_evaluation", (0.0, 0))
         self._loss_sum = math.nan if total is None else float(total)
         self._loss_count = index(count)
@@ -171,14 +170,14 @@ class Reporter:
 
     @property
     def _percent(self) -> float:
-        """The percentage of the epoch that is done, as llm.q's lines show it."""
+        """Return the percentage of the epoch that is done, for llm.q's lines."""
         return 100.0 * self.epoch[1]
 
     def _of_run(self, steps_done: int) -> str:
         return f"run {min(100.0 * steps_done / max(self.total_steps, 1), 100.0):.1f}%"
 
     def train_step(self, done: StepDone, tokens: int, sol: float | None) -> None:
-        """Report a step, with a [T] line. tokens: number of the step's tokens, with masked ones,
+        """Report a step, with a [T] line. tokens: the step's tokens, including masked tokens,
         without padding. sol: speed in percent of the speed of light, or None. A step without
         targets has no loss."""
         step, result, ms, self.epoch = done.step, done.result, done.ms, done.epoch
@@ -211,7 +210,7 @@ class Reporter:
         self.view.progress(step=step + 1, lr=done.lr, ms=ms, tokens=tokens, **found)
 
     def _step_line(self, step: int, result: Result, ms: float, rate: str, sol: float | None) -> str:
-        """A step's line in llm.q's form, or for a brief view in 80 columns. rate: tokens per
+        """Return a step's line in llm.q's form, or in 80 columns for a brief view. rate: tokens per
         second."""
         has_loss = result.tokens > 0
         if self.view.brief:
@@ -230,9 +229,8 @@ class Reporter:
     def time_breakdown(
         self, step: int, timings: Sequence[Sequence[tuple[str, float]]], communication: float | None
     ) -> None:
-        """Log all ranks' times of the parts of a step (--debug-time-breakdown), and print rank 0's.
-        timings: name and ms of each part, by rank. communication: see Result.
-        """
+        """Log all ranks' times of the parts of a step (--debug-time-breakdown), and print the times
+        of rank 0. timings: name and ms of each part, by rank. communication: see Result."""
         parts = [_parts(ranges) for ranges in timings]
         self.view.line("")
         self.view.line("Timing breakdown:")
@@ -252,8 +250,8 @@ class Reporter:
             self.log.write("info", step, **fields)
 
     def abs_maxes(self, step: int, values: dict[str, float]) -> None:
-        """Report largest absolute values by name, for --debug-log-abs-max; NaN counts as largest of
-        all."""
+        """Report largest absolute values by name, for --debug-log-abs-max; NaN counts as the
+        largest."""
 
         def largest(kind: str) -> str:
             of_kind = {name: value for name, value in values.items() if name.startswith(kind)}
@@ -265,10 +263,9 @@ class Reporter:
         self.log.write("abs-maxes", step, abs_maxes=named)
 
     def evaluation(self, step: int, result: Result, ms: float, tokens: int, name: str = "") -> None:
-        """Report the evaluation before step `step`, with a [V] line. tokens: number of evaluated
-        tokens. name: name of the validation set; "": the unnamed one, whose line has the mean
-        training loss since the last evaluation, too.
-        """
+        """Report an evaluation before step `step`, with a [V] line. tokens: number of evaluated
+        tokens. name: name of the validation set; "" for the unnamed set, whose line also has the
+        mean training loss since the last evaluation."""
         count = self._loss_count
         train = f"train {self._loss_sum / count:9f} | " if count else ""
         if name:
@@ -299,39 +296,41 @@ class Reporter:
             self.score(f"{name or 'eval'}/{number}", value)
 
     def score(self, name: str, value: float) -> None:
-        """Show a number in the live view until a newer number of this name."""
+        """Show a number in the live view until a newer number of the same name."""
         self._scores[name] = value
         self.view.progress(scores=dict(self._scores))
 
     def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
-        """Print a line about the state before step `step`. tag: one letter for its kind."""
+        """Print a line about the state before step `step`. tag: one letter for the kind of line."""
         self.view.line(f"[{tag}] step {step:5d} [{self._percent:4.1f}%] | {text}", bold=bold)
 
     def sensors(
         self, kind: str, step: int, rank: int, fields: dict[str, Any], label: str, line: str
     ) -> None:
-        """Write a `gpu` or `cpu` record, and print a [G] line unless the view has rows of
+        """Write a `gpu` or `cpu` record, and print a [G] line unless the view already shows
         sensors."""
         self.log.write(kind, step, rank=rank, **fields)
         if not self.view.shows_sensors:
             self.view.line(f"[G] step {step:5d} [{label}] | {line}")
 
     def links(self, table: LinkTable) -> None:
-        """Report [Links]: the paths between GPUs, and their measured speeds."""
+        """Report [Links]: the paths between GPUs, and the measured speed of each path."""
         for line in [*table.lines(), ""]:
             self.view.line(line)
         self.log.write("links", 0, links=table.records())
 
     def guard(self, step: int, action: str, text: str, *, shown: bool = True, **more: Any) -> None:
-        """Report the guard's decision about a step, counted from 0. action: one word."""
+        """Report the guard's decision about a step, counted from 0. action: the decision as one
+        word."""
         if shown:
             self.view.line(text)
         self.log.write("guard", step, action=action, message=text, **more)
 
     def choices(self, step: int, fast: dict[str, bool], chosen: dict[str, str]) -> None:
-        """Report the tuned implementations. fast: by fp8 product, True if it sums with fewer bits.
-        chosen: by operation and shape, the chosen implementation (see Device.choose). Products with
-        another choice than "per-tensor" ran only to be timed, and are left out of `fast`."""
+        """Report which implementations tuning has chosen. fast: by fp8 product, True if it sums
+        with fewer bits. chosen: by operation and shape, the chosen implementation (see
+        Device.choose). Products with another choice than "per-tensor" ran only to be timed, and are
+        left out of `fast`."""
         others = {work for work, way in chosen.items() if way != "per-tensor"}
         fast = {name: how for name, how in fast.items() if f"matmul_fp8 {name}" not in others}
         if fast:
@@ -359,7 +358,7 @@ class Reporter:
         self.log.write("seconds", step, what=what, seconds=dict(parts))
 
     def warn_of_steps_without_targets(self, step: int) -> None:
-        """Warn of steps without targets, at the end of a run after `step` steps."""
+        """Warn, at the end of a run after `step` steps, of steps without targets."""
         if empty := self.without_targets:
             text = f"{empty} of {step} steps had no target to train on, and changed nothing"
             self.message(f"WARNING: {text}: look at the loss masks of the data", step)

@@ -1,6 +1,5 @@
-"""Model and tokenizer of a run: --model with changed sizes; and the tokenizer, which must be the
-same for data, model and checkpoint.
-"""
+"""Model and tokenizer of a run: the model is --model with changed sizes; the tokenizer must be the
+same for data, model and checkpoint."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -32,12 +31,13 @@ from llmq.text.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.text.tokenizer_files import difference, new_tokens, parse_tokens
 from llmq.text.tokenizer_id import tokenizer_of_folder
 
-MUCH_LARGER = 2  # factor to the data's vocabulary; padding of a vocabulary stays far below it
+MUCH_LARGER = 2  # factor between vocabularies of model and data; padding stays far below it
 
 
 def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelConfig, Path | None]:
-    """The configuration and the directory of --model; the directory is None for a preset. weights:
-    False if no weights will be read, so that --download skips them. ConfigError or DataError."""
+    """Return the configuration and the directory of --model; a preset has no directory. weights:
+    False if no weights will be read, so that --download skips weights. Raises ConfigError or
+    DataError."""
     _download(config, weights and not config.from_scratch)
     name = pinned(config.model, config.revision)
     model, model_dir = resolve_model(name, config.from_scratch)
@@ -52,9 +52,9 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
 
 
 def with_head(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    """The model with the run's head (--num-labels): a score head, or the LM head.
+    """Return the model with the run's head: a score head (--num-labels), or the LM head.
 
-    ConfigError if the model has a score head of another size.
+    Raises ConfigError if the model has a score head of another size.
     """
     wanted = config.num_labels or 0
     if model.num_labels in (0, wanted):
@@ -68,13 +68,14 @@ def with_head(config: TrainConfig, model: ModelConfig) -> ModelConfig:
 
 
 def at_commit(config: TrainConfig, model_dir: Path | None) -> TrainConfig:
-    """The options with --revision set to the commit of the model's repository, so that a continued
-    run and its exports know the exact model."""
+    """Return the options with --revision set to the commit of the model's repository. A continued
+    run and its exports then know the exact model."""
     return replace(config, revision=revision_of(model_dir) or config.revision)
 
 
 def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> ModelConfig:
-    """The model with a vocabulary that has room for --add-tokens; some models have spare rows."""
+    """Return the model with a vocabulary that has room for --add-tokens; some models have spare
+    rows."""
     if model_dir is None:
         raise ConfigError("--add-tokens: needs a model with a tokenizer, a directory as --model")
     first, count, _ = new_tokens(model_dir, parse_tokens(config.add_tokens))
@@ -88,8 +89,9 @@ def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | N
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Options, model and model directory for a plan. A preset's name means here the released model
-    of that name, unless --from-scratch is given. Else like model_of_run, without weights."""
+    """Return options, model and model directory for a plan. Without --from-scratch a preset's name
+    means the released model of this name. Other models are found like in model_of_run, without
+    weights."""
     unread = config.from_scratch or config.download
     unread = unread or find_directory(pinned(config.model, config.revision)) is not None
     trained = None if unread else released(config.model)
@@ -105,14 +107,14 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
 
 
 def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the training files need, by field: best-fit packing for conversations,
-    token_weights for files with weights; else {}. values: given options, by field."""
+    """Return options that the training files need, by field: best-fit packing for conversations,
+    token_weights for files with weights, {} for other files. values: given options, by field."""
     patterns = values.get("train_file")
     if not patterns:
         return {}
     try:
         files = open_token_files(split_weights(patterns)[0])
-    except (ConfigError, DataError):  # the reader of the files will report it
+    except (ConfigError, DataError):  # reading the files will raise the same error
         return {}
     loss = "score head" if values.get("num_labels") else f"--loss {values.get('loss', 'ce')}"
     found = {}
@@ -129,7 +131,7 @@ def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _download(config: TrainConfig, weights: bool) -> None:
-    """Download the files of --model that the cache lacks; ConfigError without --download."""
+    """Download the files of --model that the cache lacks. Raises ConfigError without --download."""
     name = pinned(config.model, config.revision)
     from_hub = hub.is_hub_id(name) and not (config.from_scratch and is_preset(config.model))
     if config.revision is not None and not from_hub:
@@ -151,7 +153,7 @@ def _download(config: TrainConfig, weights: bool) -> None:
 
 
 def _vocab_size_of_data(config: TrainConfig) -> int:
-    """The largest vocabulary size in the headers of the training and validation files."""
+    """Return the largest vocabulary size in the headers of the training and validation files."""
     try:
         sizes = _known_sizes(config)
     except DataError as error:
@@ -165,7 +167,8 @@ def _vocab_size_of_data(config: TrainConfig) -> int:
 
 
 def _known_sizes(config: TrainConfig) -> set[int]:
-    """Vocabulary sizes in a run's token files; DataError for a missing or damaged file."""
+    """Return the vocabulary sizes in a run's token files. Raises DataError for a missing or damaged
+    file."""
     own = [config.eval_pattern] if config.validates and not config.splits else []
     own += config.eval_sets.values()
     files = open_token_files([*config.train_patterns, *own])
@@ -173,14 +176,14 @@ def _known_sizes(config: TrainConfig) -> set[int]:
 
 
 def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) -> str | None:
-    """A line about a new model whose vocabulary is too small or much too large for the data; None
-    if sizes agree or no file exists yet. trains: True if these data train the model: a too small
-    vocabulary is a ConfigError then."""
+    """Return a line about a new model whose vocabulary is too small or much too large for the data;
+    None if sizes agree or no file exists yet. trains: True if these data train the model, which
+    makes a too small vocabulary a ConfigError."""
     if not config.from_scratch or config.vocab_size == AUTO:
         return None
     try:
         data = max(_known_sizes(config), default=None)
-    except DataError:  # the reader of the files will report it
+    except DataError:  # reading the files will raise the same error
         return None
     given = config.vocab_size is not None
     if data is None or data <= model.vocab_size < (MUCH_LARGER * data if not given else math.inf):
@@ -204,14 +207,14 @@ def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) ->
 # The tokenizer of a run
 
 
-SAMPLE_TOKENS = 20_000  # tokens of training text on which an exported tokenizer is tried
+SAMPLE_TOKENS = 20_000  # tokens of training text with which an exported tokenizer is tested
 
 
 def agreed_tokenizer(
     config: TrainConfig, model_dir: Path | None, checkpoint: Path | None = None
 ) -> TokenizerId | None:
-    """Identity of the training data's tokenizer, as token files, model and checkpoint record it.
-    DataError if two of them differ, unless --allow-other-tokenizer is given."""
+    """Return the identity of the training data's tokenizer, from token files, model or checkpoint.
+    Raises DataError if two recorded identities differ, unless --allow-other-tokenizer is given."""
     found = [(what, made) for what, made in _of_files(config) if made is not None]
     data = found[0][1] if found else None
     if model_dir is not None and not config.from_scratch:
@@ -232,7 +235,8 @@ def agreed_tokenizer(
 
 
 def unknown_tokenizer(config: TrainConfig) -> str | None:
-    """The warning about token files that do not name their tokenizer; None if all do."""
+    """Return the warning about token files that do not name their tokenizer; None if all files
+    do."""
     silent = [what for what, made in _of_files(config) if made is None]
     if not silent:
         return None
@@ -241,7 +245,7 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
 
 
 def lost_tokenizer(config: TrainConfig, made: TokenizerId | None, source: str | None) -> str | None:
-    """A warning if the data's tokenizer is known, but its files were not found; else None."""
+    """Return a warning if the data's tokenizer is known but its files were not found; else None."""
     if made is None or source is not None:
         return None
     folder = find_token_files(config.train_patterns[0])[0].parent / "tokenizer"
@@ -262,8 +266,8 @@ def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
 
 
 def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> None:
-    """DataError if two things have different tokenizers. one, other: names of the things. its,
-    others: identities of their tokenizers."""
+    """Raise DataError if two things have different tokenizers. one, other: names of the things.
+    its, others: identities of the tokenizers of `one` and `other`."""
     if its.fingerprint != others.fingerprint:
         raise DataError(
             f"{one} is of the tokenizer {its}, but {other.split(': ')[-1]} of {others}: tokenize "
@@ -275,9 +279,9 @@ def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> N
 def with_tokens_of(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> ModelConfig:
-    """A new model's configuration with the special tokens of the data's tokenizer, unless this
-    tokenizer is model_dir's or is unknown. A model trained on conversations also gets the id that
-    ends a turn as an id that ends texts."""
+    """Return a new model's configuration with the special tokens of the data's tokenizer, unless
+    this tokenizer is model_dir's or is unknown. If the data are conversations, the id that ends a
+    turn also ends texts."""
     if config.from_scratch:
         model = _with_tokens(model, model_dir, made)
     for pattern in config.train_patterns:
@@ -304,8 +308,9 @@ def _with_tokens(
 def tokenizer_source(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> str | None:
-    """Place of a run's tokenizer: "bytes", a directory, or None if unknown. The model's directory
-    comes first; for conversations the copy beside the token files, which has the chat template."""
+    """Return where a run's tokenizer is: "bytes", a directory, or None if unknown. The model's
+    directory comes first; for conversations the copy beside the token files comes first, because
+    this copy has the chat template."""
     first = config.train_patterns[0]
     files = find_token_files(first) or [Path(first)]
     if made is None and config.vocab_size is not None:
@@ -323,8 +328,8 @@ def tokenizer_source(
 
 
 def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[str]:
-    """A warning if transformers' tokenizer, loaded from an exported model, makes other ids of a
-    sample of the training text; else []. directory: the exported model. source: place of the
+    """Return a warning if transformers' tokenizer, loaded from an exported model, encodes a sample
+    of the training text differently; else []. directory: the exported model. source: folder of the
     training data's tokenizer."""
     try:
         file = TokenFile(find_token_files(train_file)[0])

@@ -1,6 +1,5 @@
-"""The lines of a run about its card and its steps: system, speed of light, results of each step,
-and experts without tokens.
-"""
+"""Console lines of a run about its card and its steps: system, speed of light, results of each
+step, and experts without tokens."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,8 @@ from llmq.runtime.nvml import NvmlGpu
 
 
 def system_record(index: int, info: GpuInfo, source: NvmlGpu | None) -> dict[str, Any]:
-    """Fields of the `gpu-model` record; without NVML driver and uuid are "", reserved is 0."""
+    """Return the fields of the `gpu-model` record. Without NVML driver and uuid are "", and
+    reserved is 0."""
     fields = {"id": index, "driver": "", "uuid": "", "reserved": 0, **asdict(info)}
     return fields | ({} if source is None else source.identity())
 
@@ -50,14 +50,14 @@ def system_lines(record: dict[str, Any]) -> list[str]:
     ]
 
 
-# The formats of the values of `peaks`, in order, and their names on data sheets.
+# Names on data sheets of the formats in `peaks`, in the order of `peaks`.
 _NAMES = {"fp32": "TF32", "bf16": "BF16", "e4m3": "FP8", "int8": "INT8"}
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedOfLight:
     """The most tokens per second that a card's data sheet allows. flops: FLOPs per token. peaks:
-    TFLOP/s by format. formats: of the products of the blocks, of the LM head, and of attention.
+    TFLOP/s by format. formats: of products in blocks, of the LM head, and of attention.
     nanoseconds: least time per token of all GPUs together."""
 
     flops: FlopsPerToken
@@ -67,21 +67,22 @@ class SpeedOfLight:
 
     @property
     def tokens_per_second(self) -> int:
-        """Most tokens per second, rounded down as in llm.q."""
+        """Return the most tokens per second, rounded down as in llm.q."""
         return 1_000_000_000 // self.nanoseconds
 
     def percent(self, tokens: int, milliseconds: float) -> float:
-        """Speed of a step with `tokens` tokens, in percent of the speed of light."""
+        """Return the speed of a step with `tokens` tokens, in percent of the speed of light."""
         return 100.0 * self.nanoseconds * tokens / (milliseconds * 1e6)
 
     def record(self) -> dict[str, Any]:
-        """Fields of the `sol` record: FLOPs per token, tokens per second, TFLOP/s."""
+        """Return the fields of the `sol` record: FLOPs per token, tokens per second, TFLOP/s."""
         rates = {f"{_NAMES[name].lower()}_peak": peak for name, peak in self.peaks.items()}
         rates["fp16_peak"] = self.peaks["bf16"]  # equal on every card in the table
         return asdict(self.flops) | {"tps": self.tokens_per_second} | rates
 
     def lines(self, measured: float | None) -> list[str]:
-        """The lines of [Speed of Light]. measured: BF16 TFLOP/s of this card, None if unknown."""
+        """Return the lines of [Speed of Light]. measured: BF16 TFLOP/s of this card, None if
+        unknown."""
         blocks, _, attention = self.formats
         rows = [
             f"  Peak {_NAMES[used]:>4}: {self.peaks[used]:8.1f} TFLOP/s"
@@ -103,9 +104,9 @@ _PARTS = ("Blocks:", "LM-Head:", "Attention:")
 def speed_of_light(
     config: TrainConfig, model: ModelConfig, device_name: str, world_size: int = 1
 ) -> SpeedOfLight | None:
-    """The speed of light of a run.
+    """Return the speed of light of a run.
 
-    None for a card with unknown peak, and for a model that takes less than 1 ns per token.
+    Returns None for a card with unknown peak, and for a model that takes less than 1 ns per token.
     """
     found = peaks(device_name)
     if found is None:
@@ -129,9 +130,10 @@ PRODUCT_SECONDS = 0.1
 def measured_peak(
     dev: Device, sizes: Sequence[int] = PRODUCT_SIZES, seconds: float = PRODUCT_SECONDS
 ) -> float | None:
-    """TFLOP/s of a large BF16 product of random numbers; None on the CPU, or without memory. sizes:
-    candidates for M = N = K; the first one that fits counts. Takes about three times `seconds`.
-    Uses the device's stack below the high-water mark of a step, and synchronizes the device."""
+    """Return the TFLOP/s of a large BF16 product of random numbers; None on the CPU, or without
+    memory. sizes: candidates for M = N = K; the first size that fits counts. The call takes about
+    three times `seconds`, uses the device's stack below the high-water mark of a step, and
+    synchronizes."""
     if dev.kind != "cuda":
         return None
     library = align_up(dev.spec.library_workspace)
@@ -145,7 +147,7 @@ def measured_peak(
         dev.scratch("peak_b", (n, n), BF16) as b,
         dev.scratch("peak_out", (n, n), BF16) as out,
     ):
-        for seed, operand in enumerate((a, b)):  # zeros would be faster than any real numbers
+        for seed, operand in enumerate((a, b)):  # a product of zeros would be faster
             elementwise.normal(dev, operand, 1.0, seed)
 
         def products(count: int) -> float:
@@ -156,7 +158,7 @@ def measured_peak(
             dev.synchronize()
             return (time.perf_counter() - start) / count
 
-        products(1)  # loads and tunes the kernel
+        products(1)  # the first product loads and tunes the kernel
         count = max(1, int(seconds / products(3)))
         return 2 * n**3 / products(count) / 1e12
 
@@ -166,7 +168,8 @@ def measured_peak(
 
 
 class StepReports(Callback):
-    """Reports each step on the console, in the live view and in the log; closes view and log."""
+    """Reports each step on the console, in the live view and in the log, and closes view and
+    log."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, sol: SpeedOfLight | None):
         self._trainer, self._reporter, self._sol = trainer, reporter, sol
@@ -190,17 +193,17 @@ class Probe(Callback):
     """Measures single steps; the loop waits for the results of measured steps."""
 
     def measures(self, step: int) -> bool:
-        """True if this step is measured."""
+        """Return True if this step is measured."""
         return True
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """A context within which a measured step is enqueued."""
+        """Return a context within which a measured step is enqueued."""
         yield
 
 
 class TimeBreakdown(Probe):
-    """Reports the parts of each step, for --debug-time-breakdown."""
+    """Reports the time of each part of a step, for --debug-time-breakdown."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter):
         self._trainer, self._reporter = trainer, reporter
@@ -231,7 +234,7 @@ class IdleExperts(Callback):
         self._before: np.ndarray | None = None
 
     def on_step(self, step: StepDone) -> None:
-        """Every `every` steps, compare the counts of tokens, which waits for the devices."""
+        """Compare the counts of tokens every `every` steps, which waits for the devices."""
         if self._trainer.model.experts is None or (step.number + 1) % self._every:
             return
         counts = self._counts()
@@ -249,7 +252,8 @@ class IdleExperts(Callback):
             )
 
     def _counts(self) -> np.ndarray:
-        """Tokens per expert of all ranks since the run began, int64 (layers with experts, E)."""
+        """Return the tokens per expert of all ranks since the run began, int64 (layers with
+        experts, experts)."""
         experts = self._trainer.model.experts.count
 
         def counts(rank: Rank) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`llmq sample --prompts`: continuations of all prompts of a file, as JSON lines."""
+"""`llmq sample --prompts`: writes continuations of all prompts of a file, as JSON lines."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ FLAG = "--prompts"
 
 
 class Prompt(NamedTuple):
-    """A prompt of a file. record: its record in the file. ids: the model's input. talk: chat whose
-    template made the ids; None: the ids are of a text to continue."""
+    """A prompt of a file. record: its record in the file. ids: the model's input. talk: the chat
+    whose template made the ids; None for a text to continue."""
 
     record: dict[str, Any]
     ids: list[int]
@@ -55,9 +55,9 @@ def run_prompts(
     kv_dtype: str | None,
     **how: Any,
 ) -> None:
-    """Print a JSON line for each sample of each prompt of a file, in order: the record with `text`,
-    `finish` ("stop" or "length"), `tokens`, and `logprob`, the sum over tokens. Arguments: see
-    `run_sample`; prompts: see `read_prompts`."""
+    """Print a JSON line for each sample of each prompt of a file, in order. The line is the
+    prompt's record with `text`, `finish` ("stop" or "length"), `tokens`, and `logprob`, a sum over
+    tokens. Arguments: see `run_sample`; prompts: see `read_prompts`."""
     choice, machine = Sampling(**how), choose_machine(device, 1)
     warn(*choice.idle(num_samples))
     with open_model(model, adapter) as (config, read, source):
@@ -97,10 +97,10 @@ def read_prompts(
     chat: bool,
     begin: Callable[[], Conversation],
 ) -> list[Prompt]:
-    """The prompts of a file of records. A text `prompt` is continued, or with `chat` answered as a
-    user's message; a list of messages (`messages` or `prompt`) is a conversation to answer. begin:
-    makes a new chat. ConfigError for a file without prompts. LlmqError, which names the record, for
-    a malformed or too long prompt."""
+    """Return the prompts of a file of records. A text `prompt` is continued, or with `chat`
+    answered as a user's message; a list of messages (`messages` or `prompt`) is a conversation to
+    answer. begin: makes a new chat. Raises ConfigError for a file without prompts, and LlmqError,
+    which names the record, for a malformed or too long prompt."""
     try:
         check_readable(path)
         layout = json_layout(str(path))
@@ -128,8 +128,8 @@ def read_prompts(
 def _ids(
     given: object, tokenizer: Tokenizer, config: ModelConfig, talk: Conversation | None
 ) -> list[int]:
-    """The ids of a prompt. given: a text, or a list of messages. talk: chat with the template for
-    messages; None for a text to continue."""
+    """Return the ids of a prompt. given: a text, or a list of messages. talk: the chat with the
+    template for messages; None for a text to continue."""
     if isinstance(given, str) and talk is None:
         return prompt_ids(tokenizer, config, given, flag=FLAG)
     if isinstance(given, str):
@@ -144,8 +144,8 @@ def _ids(
 
 
 def in_order(found: Iterator[tuple[int, Completion]]) -> Iterator[tuple[int, Completion]]:
-    """Sort completions (index, completion) by index; yield each as soon as all earlier ones have
-    come."""
+    """Sort completions (index, completion) by index; yield each completion as soon as all earlier
+    completions have come."""
     held, following = {}, 0
     for index, made in found:
         held[index] = made

@@ -1,4 +1,4 @@
-"""The ranks of this process. A rank is a device with its step, driven by a thread."""
+"""The ranks of this process. A rank is a device with its step objects, driven by one thread."""
 
 import operator
 import threading
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Rank:
-    """Objects of one rank, used in the rank's thread only, except for metadata."""
+    """Holds the objects of one rank, which only the rank's thread uses, except for metadata."""
 
     def __init__(self, dev: Device, beat: Callable[[], None]):
         """beat: function to call during a long command, as a sign of life for the watchdog."""
@@ -62,9 +62,9 @@ class Rank:
         self.micro_step = 0  # number of the micro-step that is being enqueued, for diagnosis
 
     def warm_up(self, model: ModelConfig, seed: int) -> None:
-        """Run a training step once without the other ranks, drop its results, and capture all CUDA
-        graphs. Loading and tuning kernels waits until the GPU is idle, sometimes under a lock of
-        the process. In a step whose streams wait for other ranks this would deadlock."""
+        """Run a training step without the other ranks, drop its results, and capture all CUDA
+        graphs. CUDA loads kernels only while the GPU is idle, sometimes under a lock of the
+        process. Loading kernels in a step whose streams wait for other ranks would deadlock."""
         with silenced(self.dev), self.dev.without_graphs():
             self.step.weights.init(model, seed)
             rehearse(self.step)
@@ -72,29 +72,30 @@ class Rank:
         with self.dev.capture_only():
             rehearse(self.step)
             self.reset()
-            rehearse_evaluation(self.step)  # in the state before the first step
+            rehearse_evaluation(self.step)  # as in the state before the first step
             self.dev.synchronize()
 
     def reset(self) -> None:
-        """Clear the state that steps change and that loading weights keeps: scale histories and
+        """Clear the state that steps change and loading weights does not: scale histories,
         moments."""
         histories = self.step.extra_state().items()
         self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
-        self.step.load_extra_state({})  # the state of a checkpoint without histories
+        self.step.load_extra_state({})  # as from a checkpoint without histories
         self.step.optimizer.zero_moments()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
-        """The mean loss over the batches of all ranks."""
+        """Return the mean loss over the batches of all ranks."""
         return self.step.evaluate(self.counted(batches))
 
     def counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches; note the number of each, and give a sign of life."""
+        """Yield the batches; note each batch's number, and give a sign of life to the watchdog."""
         for self.micro_step, batch in enumerate(batches):
             self.beat()
             yield batch
 
     def pieces(self, group: str) -> list[SlabPiece]:
-        """This rank's pieces of a tensor group: a key of Step.state, or "gradients"."""
+        """Return this rank's pieces of a tensor group. group: a key of Step.state, or
+        "gradients"."""
         state = self.step.state()
         if group != "gradients":
             return state[group]
@@ -120,8 +121,9 @@ class Rank:
             return list(pool.map(write, groups))
 
     def read(self, reader: CheckpointReader) -> None:
-        """Read this rank's part of a checkpoint of any number of ranks; its formats were checked
-        before. All ranks call this method. Moments of another optimizer rule begin anew."""
+        """Read this rank's part of a checkpoint, which any number of ranks may have written. The
+        caller has checked its formats. All ranks call this method. Moments of another update rule
+        start at 0."""
         self.step.turn(max(reader.step - 1, 0))  # the checkpoint has the moments of this step
         optimizer = self.step.optimizer
         goes_on = reader.rule is type(optimizer.rule)
@@ -146,8 +148,8 @@ class Rank:
     def load(
         self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Fill the weights; all ranks call this method. read: returns a whole parameter, or None
-        for a freshly initialized one. stored: files of blocks that are kept as codes."""
+        """Load the weights; all ranks call this method. read: returns a whole parameter, or None
+        for a parameter to initialize. stored: files of blocks that are kept as codes."""
 
         def noted(fn: Callable[..., T]) -> Callable[..., T]:
             def call(*args: Any) -> T:
@@ -165,8 +167,8 @@ class Rank:
         self._begin()
 
     def _begin(self) -> None:
-        """Derive state from the first weights: averages, magnitudes of adapters (DoRA), and the
-        reference model's weights."""
+        """Compute the state that begins with the first weights: averages, magnitudes of adapters
+        (DoRA), and the reference model's weights."""
         options = self.step.options.model
         if options.lora_dora and options.adapter is None:
             self.step.model.begin_magnitudes()
@@ -177,7 +179,7 @@ class Rank:
         """Exchange the weights with their average or with FIRST; back=True exchanges them back. All
         ranks call this method."""
         if self.step.snapshot is not None:
-            self.step.snapshot.hold()  # its thread may still copy from the device
+            self.step.snapshot.hold()  # the snapshot's thread may still copy from the device
         self.step.optimizer.exchange_average(self.step.weights, moment, back=back)
 
 
@@ -185,15 +187,13 @@ class Rank:
 
 
 class Rounds:
-    """Rounds of an evaluation. All ranks take the same number of batches, even if the evaluation is
-    cut short, because every batch runs collectives.
-    """
+    """Counts the batches of an evaluation. All ranks take the same number of batches, even if the
+    evaluation is cut short, because every batch runs collectives."""
 
     def __init__(self, world: World, count: int, stopped: Callable[[], bool]):
-        """count: batches of each rank. stopped: called before each batch; once it returns True,
-        `cut` is True, and ranks only catch up with each other. Several processes decide together
-        before each round.
-        """
+        """count: batches of each rank. stopped: called before each batch; True sets `cut`, and each
+        rank then stops at the number of batches that the fastest rank has taken. Several processes
+        decide together before each round."""
         self.cut = False
         self._count, self._stopped = count, stopped
         self._taken = dict.fromkeys(world.local, 0)
@@ -202,7 +202,7 @@ class Rounds:
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> Iterator[None]:
-        """Yield once for every batch that a rank of this process takes."""
+        """Yield once for every batch that this rank takes."""
         while self._another(rank):
             yield
 
@@ -216,8 +216,7 @@ class Rounds:
             return True
 
     def _decide(self, taken: int, cut: bool) -> None:
-        """Decide whether ranks go on after `taken` batches. cut: True if this process wants to
-        stop."""
+        """Decide whether ranks go on after `taken` batches. cut: True if this process must stop."""
         if self._world.several:
             if taken < self._decided:
                 return
@@ -232,16 +231,17 @@ IDLE_SECONDS = 2.0  # longest wait of a closing rank for the devices of other ra
 
 
 class CutShort(Exception):
-    """A signal cut the work short."""
+    """Raised if a signal ended the work early."""
 
 
 class Ranks:
-    """The ranks of this process. One thread drives them; a single rank runs in that thread.
+    """Runs commands on the ranks of this process, each rank in its own thread; a single rank runs
+    in the caller's thread.
 
-    Each process of a run drives its own ranks, and all make the same calls. An error in one rank
-    stops all, and every later call raises it. world, world_size: all processes, and the number of
-    their ranks. backend: name of the attention backend. pool: threads that run the commands.
-    links: measured links between GPUs, or None.
+    All processes of a run make the same calls, each for its own ranks. An error in one rank stops
+    all ranks, and every later call raises the error. world: all processes. world_size: number of
+    their ranks. backend: name of the attention backend. pool: threads that run the commands. links:
+    measured links between GPUs, or None.
     """
 
     def __init__(
@@ -252,7 +252,8 @@ class Ranks:
         model: ModelConfig,
         backend: str = "native",
     ):
-        """plan: the plan of `config`. LlmqError for unsuitable devices or links between them."""
+        """plan: the plan of `config`. Raises LlmqError for unsuitable devices or links between
+        them."""
         self.world, self.world_size, self.backend = machine.world, machine.world_size, backend
         self._ranks: list[Rank | None] = [None] * self.world.count
         self._enqueued = 0
@@ -305,12 +306,12 @@ class Ranks:
 
     @property
     def devices(self) -> list[Device]:
-        """The devices of this process, by rank."""
+        """Return the devices of this process, by rank."""
         return [rank.dev for rank in self._ranks]
 
     @property
     def first(self) -> Rank:
-        """The first rank of this process."""
+        """Return the first rank of this process."""
         return self._ranks[0]
 
     def _waits(self, index: int) -> bool:
@@ -345,7 +346,7 @@ class Ranks:
         batches: Sequence[Sequence[tuple[int, Batch]]],
         limits: Limits = NO_LIMITS,
     ) -> int:
-        """Enqueue an optimizer step on all ranks, without waiting; returns its ticket.
+        """Enqueue an optimizer step on all ranks without waiting. Returns the step's ticket.
 
         batches: the micro-batches of each rank of this process, with their numbers as in
         `rings.scalars_of`.
@@ -362,23 +363,24 @@ class Ranks:
         return ticket
 
     def batches_of(self, ticket: int) -> Sequence[Sequence[Batch]]:
-        """Batches of this process, by rank, for the step with this ticket (of the last RESULTS)."""
+        """Return this process's batches, by rank, of one of the last RESULTS steps."""
         return self._batches[ticket]
 
     def padding_of(self, ticket: int) -> int:
-        """Padding positions of all ranks in the step with this ticket; see Batch."""
+        """Return the padding positions of all ranks in the step with this ticket; see Batch."""
         own = sum(batch.padding for batches in self._batches[ticket] for batch in batches)
         return sum(self.world.gather(own)) // self.first.dev.mesh.size("context")
 
     def result(self, ticket: int) -> Result:
-        """The result of the step with this ticket on all ranks; waits until it is done."""
+        """Return the result, over all ranks, of the step with this ticket, after waiting for the
+        step."""
         command = self._commands.get(ticket)
         if command is None:
             raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
         return self.run_first("waiting", lambda rank: rank.step.result(command.results[0]))
 
     def evaluate(self, batches: Sequence[Iterable[Batch]]) -> Result:
-        """The mean loss over the batches of all ranks. batches: for each rank of this process."""
+        """Return the mean loss over the batches of all ranks. batches: by rank of this process."""
         calls = {i: partial(rank.evaluate, batches[i]) for i, rank in enumerate(self._ranks)}
         command = self.pool.post("evaluation", operator.call, calls)
         self._ticket(command)
@@ -392,8 +394,8 @@ class Ranks:
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[T] | None:
         """Divide batches among all ranks. Returns the results of work(rank, index, batch) by batch,
-        on all processes. A rank without a batch gets an empty one, with index -1, to take part in
-        the collectives. stopped: called before each batch; if it returns True, the result is
+        on all processes. A rank without a batch gets an empty batch with index -1, because all
+        ranks must run the collectives. stopped: called before each batch; True makes the result
         None."""
         several = self.first.dev.mesh.size(*DATA)
         rounds = Rounds(self.world, -(-len(batches) // several), stopped)
@@ -419,13 +421,13 @@ class Ranks:
     def generate(
         self, requests: Sequence[Request], stopped: Callable[[], bool] = lambda: False
     ) -> list[Completion]:
-        """Complete the requests in the memory of the step's activations; each rank makes an equal
-        part, and all processes get all completions. stopped: called before each token; CutShort
-        once it returns True. ConfigError if that memory is too small. LlmqError for predictions
+        """Complete the requests, in the memory of the step's activations. Each rank completes an
+        equal share, and all processes get all completions. stopped: called before each token; True
+        raises CutShort. Raises ConfigError if the memory is too small, LlmqError for predictions
         that are NaN."""
         part, sizes = -(-len(requests) // self.world_size), self._generation
         found: dict[int, Completion] = {}
-        failed: list[LlmqError] = []  # raised at the end: damaged weights must stop no rank
+        failed: list[LlmqError] = []  # raised after the loop: no rank may stop alone
 
         def goes_on() -> bool:
             self.pool.beat()
@@ -451,7 +453,7 @@ class Ranks:
 
     @cached_property
     def _generation(self) -> dict[str, int]:
-        """The sizes of each rank's `Generator`."""
+        """Return the memory sizes of each rank's `Generator`."""
         sizes = self._plan_generation().sizes
         if self.world_size > 1 and self.first.dev.kind == "cuda":
             self.run("warming up", lambda rank: rank.step.warm_up_generation(sizes))
@@ -467,9 +469,10 @@ class Ranks:
 
     @contextmanager
     def time_parts(self) -> Iterator[list[list[tuple[str, float]]]]:
-        """Time the parts of all work within the block, which runs without graphs.
+        """Time the parts of all work within the context, which runs without CUDA graphs.
 
-        Yields a list for each rank; after the block it holds (name, milliseconds) of each part.
+        Yields a list for each rank, to which the end of the context adds (name, milliseconds) of
+        each part.
         """
         stacks = {rank: ExitStack() for rank in self.world.local}
 
@@ -486,8 +489,7 @@ class Ranks:
 
     def write(self, directory: Path, step: int) -> tuple[CheckpointWriter, list[FileEntry]]:
         """Write the files of all ranks, in parallel. Returns the writer that commits the files, and
-        the files' entries. After a DiskError the ranks go on, without this checkpoint.
-        """
+        the files' entries. A DiskError drops this checkpoint, but does not stop the ranks."""
         size = self.world_size
         writers = {r: CheckpointWriter(directory, step, r, size) for r in self.world.local}
         failed: list[DiskError] = []
@@ -515,23 +517,25 @@ class Ranks:
 
     @property
     def snapshots(self) -> dict[int, Snapshot]:
-        """Copies of the state of this process's ranks, by rank, for --ckpt-background."""
+        """Return copies of the state of this process's ranks, by rank, for --ckpt-background."""
         return {rank.dev.mesh.rank: rank.step.snapshot for rank in self._ranks}
 
     def extra_state(self) -> dict[str, Any]:
-        """The values for a checkpoint's manifest, which are the same on all ranks."""
+        """Return the values for a checkpoint's manifest, which are the same on all ranks."""
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
     def load(
         self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Load the weights. read, stored: see Rank.load; the threads of all ranks call them."""
+        """Load the weights. read, stored: see Rank.load; the threads of all ranks call both
+        functions."""
         self.run("loading weights", lambda rank: rank.load(read, stored))
 
     def read_param(self, group: str, param: Param, *, to_all: bool = True) -> np.ndarray:
-        """A host copy of one whole parameter, with padding.
+        """Return a host copy of one whole parameter, with padding.
 
-        All processes call this method. to_all: all get the copy; else only the first process.
+        All processes call this method. to_all: True if all processes get the copy; False: the first
+        process only.
         """
         name = f"reading {param.name}"
         of_ranks = self.run(name, lambda rank: parts_of(rank.dev, param, rank.pieces(group)))
@@ -541,7 +545,7 @@ class Ranks:
 
     def first_reads(self, fn: Callable[[Callable[[Param], np.ndarray]], T]) -> T:
         """Call fn(read) on the first process; read(param) returns a whole parameter. The other
-        processes send their parts meanwhile."""
+        processes send their shards."""
 
         def read(param: Param) -> np.ndarray:
             self.world.share(param)
@@ -558,7 +562,7 @@ class Ranks:
         return self.world.on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
-        """Like `run`, but returns the results of all processes' ranks, which must be picklable."""
+        """Like `run`, but return the results of all processes' ranks; results must be picklable."""
         results = self.world.gather(self.run(name, fn))
         return [result for of_process in results for result in of_process]
 
@@ -572,12 +576,13 @@ class Ranks:
                 if rank is not None:
                     rank.dev.synchronize()
             finally:
-                # Until all are idle, a peer may use this rank's memory, also if ranks were stopped.
+                # A peer may use this rank's memory until all ranks are idle, even after ranks were
+                # stopped.
                 with suppress(threading.BrokenBarrierError):
                     idle.wait(IDLE_SECONDS)
                 if rank is not None:
                     rank.dev.close()
-                self._ranks[index] = None  # the last reference: frees its memory on the CPU
+                self._ranks[index] = None  # the last reference, without which CPU memory is freed
 
         self.pool.close(close)
         self._commands.clear()

@@ -1,4 +1,5 @@
-"""A rehearsal of a rank's step: every kind of micro-step, evaluation and update, over token 0."""
+"""A rehearsal of a rank's step, which captures graphs and counts memory: every kind of micro-step,
+evaluation and update, on token 0."""
 
 import numpy as np
 
@@ -8,14 +9,14 @@ from llmq.model.step import Step
 
 
 def rehearse(step: Step) -> None:
-    """Do every kind of micro-step, evaluation and update once, over token 0.
+    """Run every kind of micro-step, evaluation and update once, on token 0.
 
-    This includes a step with a single micro-step, which may occur at the end of an epoch.
+    The rehearsal includes a step with a single micro-step, as at the end of an epoch.
     """
     rehearse_evaluation(step)
     if step.options.model.only_scores:
         return
-    # With --share a rank may have more micro-steps: one between the first and the last.
+    # With --share a rank may have one more micro-step, between the first and the last.
     most = step.options.batch.grad_accumulation + (step.options.parallel.share != EQUAL)
     for count in {most, 1}:
         step.start()
@@ -25,11 +26,11 @@ def rehearse(step: Step) -> None:
         for kind in step.optimizer.rule.kinds:
             step.update(kind)
         rehearse_evaluation(step)
-        _rehearse_micro_step(step, 0, count)  # the case of a first micro-step after an evaluation
+        _rehearse_micro_step(step, 0, count)  # a first micro-step after an evaluation
 
 
 def rehearse_evaluation(step: Step) -> None:
-    """Evaluate twice: directly after an update, and after an evaluation."""
+    """Evaluate directly after an update, and once more after an evaluation."""
     step.weights.updated()
     step.evaluate([_nothing(step)] * 2)
 

@@ -1,5 +1,5 @@
-"""The report card of a fine-tuning: losses before and after, held-out questions answered before and
-after, time and energy, as text and as one page with the curve."""
+"""The report card of a fine-tuning run, as text and as a page with the loss curve: losses, time,
+energy, and answers to held-out questions before and after training."""
 
 import base64
 import html
@@ -33,7 +33,7 @@ table{{border-collapse:collapse}}td,th{{padding:.2rem .8rem .2rem 0;text-align:l
 
 
 def held_out_prompts(patterns: Sequence[str], count: int, seq_len: int) -> list[str]:
-    """The questions of the first `count` held-out documents, as text with special tokens. A
+    """Return the questions of the first `count` held-out documents, as text with special tokens. A
     question is the tokens before a document's first trained token. Documents without a question,
     and questions that fill a sequence, are skipped."""
     found: list[str] = []
@@ -53,7 +53,7 @@ def held_out_prompts(patterns: Sequence[str], count: int, seq_len: int) -> list[
 
 def write_card(out: Path, config: TrainConfig, about: Iterable[str]) -> None:
     """Print the card of a run that has ended, and write card.txt and card.html into `out`. about:
-    first lines of the card, on data, model and steps."""
+    first lines of the card, about data, model and steps."""
     records = read_log(Path(config.log_file))
     rows = [*(line.split(":", 1) for line in about), *_results(records)]
     rows = [(name.strip(), value.strip()) for name, value in rows]
@@ -78,7 +78,7 @@ def write_card(out: Path, config: TrainConfig, about: Iterable[str]) -> None:
 
 
 def _results(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Rows (name, value) of losses, time and energy, from the log's records."""
+    """Return rows (name, value) of losses, time and energy, from the log's records."""
     losses = [
         r for r in records if r["log"] == "eval" and "name" not in r and r["loss"] is not None
     ]
@@ -107,7 +107,7 @@ def _results(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _answers(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Each sampled prompt of the log with its first and its last answer."""
+    """Return each sampled prompt of the log with its first and its last answer."""
     by_prompt: dict[str, list[str]] = {}
     for record in records:
         if record["log"] == "sample":
@@ -116,7 +116,7 @@ def _answers(records: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _curve(log: Path) -> str:
-    """The run's loss curve as a PNG picture in base 64."""
+    """Return the run's loss curve as a PNG picture in base 64."""
     picture = io.BytesIO()
     figure_of(read_runs([log], "step"), "step").savefig(picture, format="png")
     return base64.b64encode(picture.getvalue()).decode()

@@ -14,25 +14,24 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.world import World
 
 SAVE_NOW = "save-now"  # name of a file in --checkpoint-dir that asks for a checkpoint
-LOOK_SECONDS = 1.0  # seconds between two looks for the file: a network directory may be slow
+LOOK_SECONDS = 1.0  # seconds between looks for the file, as a network directory may be slow
 BYTES_PER_SECOND = 100e6  # assumed speed of a save, until the first save was timed
-SAVE_MARGIN = 1.5  # a save may take this much longer than the longest one so far
-SPARE_SECONDS = 2.0  # seconds for the end of the process
+SAVE_MARGIN = 1.5  # assumed largest ratio of a save's duration to the longest save so far
+SPARE_SECONDS = 2.0  # seconds that the process needs to end
 
 
 class Requests(Callback):
-    """Signals, a file, --ckpt-every-minutes and --max-hours may ask for a checkpoint, or for the
-    end of a run before its last step. The loop looks between two steps, in one thread. Answers
+    """Collects requests for a checkpoint or for an early end of the run: signals, a file,
+    --ckpt-every-minutes and --max-hours. The loop asks between two steps, in one thread. Requests
     decide when a checkpoint is written and when a run ends, never which numbers a run computes;
-    several processes agree on the answers.
-    """
+    several processes agree on all requests."""
 
     def __init__(
         self, config: TrainConfig, checkpoint_bytes: int, start: float, world: World = World()
     ):
-        """checkpoint_bytes: size of a checkpoint, for a guess of the first save's duration. start:
-        time.monotonic() at the start of the run. --max-hours counts from `start`, or from the first
-        attempt of --restarts."""
+        """checkpoint_bytes: size of a checkpoint, from which the first save's duration is guessed.
+        start: time.monotonic() at the start of the run. --max-hours counts from `start`, or from
+        the first attempt of --restarts."""
         self._config, self._world = config, world
         self._attempt = time.monotonic()
         self._begin = float(os.environ.get(SUPERVISED, start))
@@ -41,13 +40,13 @@ class Requests(Callback):
         self._step_seconds = 0.0
         self._save, self._first = SaveSignal(), FirstSignal()
         self._agreed: int | None = None  # the ending signal that all processes know
-        self._over = self._all_over = False  # True once --max-hours is over: here; on any process
+        self._over = self._all_over = False  # True once --max-hours has passed; on any process
         self._told: set[str] = set()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note signals within the block, instead of ending at once; without effect outside the main
-        thread."""
+        """Note signals within the context instead of ending at once. The context has no effect
+        outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -57,8 +56,8 @@ class Requests(Callback):
     # -- of this process -------------------------------------------------------------------------
 
     def for_checkpoint(self) -> str | None:
-        """The reason to write a checkpoint now, or None. Only the first process looks at the file
-        and the clock."""
+        """Return the reason to write a checkpoint now, or None. Only the first process looks at the
+        file and the clock."""
         now, minutes = time.monotonic(), self._config.ckpt_every_minutes
         if self._save.taken():
             return "SIGUSR1"
@@ -68,7 +67,7 @@ class Requests(Callback):
             self._looked = now
             path = self._config.checkpoint_dir / SAVE_NOW
             if path.is_file():
-                with suppress(OSError):  # ignore a file that cannot be removed: it would ask again
+                with suppress(OSError):  # a file that stays would ask again at every look
                     path.unlink()
                     return f"'{path}'"
         if minutes > 0 and now - self._attempt >= 60 * minutes:
@@ -76,16 +75,16 @@ class Requests(Callback):
         return None
 
     def for_end(self) -> bool:
-        """True as soon as --max-hours leaves only the time for a last checkpoint."""
+        """Return True once --max-hours leaves time only for a last checkpoint."""
         if self._config.max_hours > 0 and not self._over:
             left = self._begin + 3600 * self._config.max_hours - time.monotonic()
-            saves = 2 if self._config.ckpt_background else 1  # another save may be under way
+            saves = 2 if self._config.ckpt_background else 1  # one more save may be under way
             seconds = saves * self._save_seconds + 2 * self._step_seconds
             self._over = left < SAVE_MARGIN * seconds + SPARE_SECONDS
         return self._over
 
     def seen_here(self) -> bool:
-        """True if this process sees a reason for the run to end."""
+        """Return True if this process sees a reason for the run to end."""
         return self._first.signum is not None or self.for_end()
 
     def on_step(self, step: StepDone) -> None:
@@ -93,32 +92,33 @@ class Requests(Callback):
         self._step_seconds = step.ms / 1000
 
     def save_took(self, seconds: float) -> None:
-        """Note that a save has ended, failed, or begun in the background. seconds: its duration."""
+        """Note that a save has ended, failed, or begun in the background. seconds: duration of the
+        save."""
         self._attempt = time.monotonic()
         self.write_took(seconds)
 
     def write_took(self, seconds: float) -> None:
-        """Note the duration of a checkpoint's writing in the background."""
+        """Note the duration of a checkpoint's background writing."""
         self._save_seconds = max(self._save_seconds, seconds)
 
     # -- of all processes ------------------------------------------------------------------------
 
     @property
     def signum(self) -> int | None:
-        """The ending signal that some process has received, or None."""
+        """Return the ending signal that some process has received, or None."""
         return self._agreed if self._world.several else self._first.signum
 
     @property
     def ends(self) -> bool:
-        """True if a signal or --max-hours ends the run."""
+        """Return True if a signal or --max-hours ends the run."""
         if not self._world.several:
             return self.seen_here()
         return self._agreed is not None or self._all_over
 
     def agree(self, *, asks: bool = False) -> str | None:
-        """Exchange requests and warnings between processes, as each request may reach only one of
-        them. asks: also look for a request for a checkpoint, whose reason is returned. The first
-        process prints the warnings of all."""
+        """Exchange requests and warnings between processes, because a request may reach only one
+        process. asks: also look for a request for a checkpoint, and return its reason. The first
+        process prints the warnings of all processes."""
         world = self._world
         asked = self.for_checkpoint() if asks else None
         if not world.several:

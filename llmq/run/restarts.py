@@ -1,7 +1,6 @@
-"""`llmq train --restarts`: a parent process, without a GPU, that restarts a crashed run. Each
-attempt is a process with the user's command, which continues from the newest good checkpoint, in
-the same log.
-"""
+"""`llmq train --restarts`: a parent process, without a GPU, restarts a crashed run. Each attempt is
+a process with the user's command, which continues from the newest good checkpoint and writes the
+same log."""
 
 from __future__ import annotations
 
@@ -25,20 +24,21 @@ from llmq.options.options import TrainConfig
 from llmq.run.sensors import Sensor
 from llmq.runtime.nvml import all_gpus, open_nvml
 
-PAUSES = 5.0, 300.0  # seconds: first pause before a restart, doubled each time; longest pause
+PAUSES = 5.0, 300.0  # in seconds: first pause before a restart, doubled each time; longest pause
 POLL = 0.05  # seconds between looks for a signal during a pause
 
 
 def is_crash(status: int) -> bool:
-    """True if another attempt may succeed after this exit status, which is negative for a signal.
-    False for success (0), bad input (2), a signal that asks for the end, and --max-hours."""
+    """Return True if another attempt may succeed after this exit status, which is negative for a
+    signal. Returns False for success (0), bad input (2), a signal that asks for the end, and
+    --max-hours."""
     asked = [*ending_signals(), signal.SIGHUP]
     ends = {0, LlmqError.STATUS, OutOfTime.STATUS, *(128 + signum for signum in asked)}
     return status not in ends and -status not in asked
 
 
 def in_words(status: int) -> str:
-    """A phrase that says how a process with this exit status ended."""
+    """Return words that say how a process with this exit status ended."""
     if status < 0:
         with suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
@@ -50,11 +50,11 @@ def in_words(status: int) -> str:
 def supervise(
     command: Sequence[str], config: TrainConfig, restarts: int, pauses: Sequence[float] = PAUSES
 ) -> int:
-    """Run the command, and again after each crash, at most `restarts` times. Returns the last exit
-    status. command: `llmq train` with options; appended options override earlier ones. pauses: see
-    PAUSES. The run receives ending signals and SIGUSR1 of this process."""
+    """Run the command, and run it again after each crash, at most `restarts` times. Returns the
+    last exit status. command: `llmq train` with options; appended options override earlier ones.
+    pauses: see PAUSES. The run receives ending signals and SIGUSR1 of this process."""
     gpus, before, pause = _gpus(), _Before(config), pauses[0]
-    shared = ["--restarts=0", f"--log-file={config.log_file}"]  # a default name contains the time
+    shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the default name has a time
     more: list[str] = []
     with _Run() as run:
         end = run.begin + 3600 * config.max_hours if config.max_hours > 0 else math.inf
@@ -87,9 +87,9 @@ def _tell(text: str) -> None:
 
 
 def _gpus() -> list[Sensor]:
-    """Sensors of the machine's GPUs, which report errors from now on; [] without NVML."""
+    """Return sensors of the machine's GPUs, which report errors from now on; [] without NVML."""
     found: list[Sensor] = []
-    with suppress(Exception):  # missing module, library or driver: unrelated error classes
+    with suppress(Exception):  # a missing module, library or driver raises unrelated errors
         gpus = enumerate(all_gpus(open_nvml()))
         found = [Sensor(gpu, f"GPU {index}") for index, gpu in gpus if gpu is not None]
     _new_errors(found)
@@ -97,12 +97,12 @@ def _gpus() -> list[Sensor]:
 
 
 def _new_errors(gpus: Sequence[Sensor]) -> list[str]:
-    """Lines about errors of GPUs since the last call."""
+    """Return lines about errors of GPUs since the last call."""
     return [line for gpu in gpus for line in dict.fromkeys(gpu.errors())]
 
 
 class _Before:
-    """The checkpoints and the log in the places of a run before its first attempt."""
+    """Records the checkpoints and the log that existed before the first attempt of a run."""
 
     def __init__(self, config: TrainConfig):
         self._config = config
@@ -115,19 +115,19 @@ class _Before:
         return {}
 
     def made(self) -> set[Path]:
-        """Checkpoints that were written since the first attempt began."""
+        """Return the checkpoints that were written since the first attempt began."""
         now = self._found().items()
         return {path for path, stamp in now if self._manifests.get(path) != stamp}
 
     def arguments(self) -> list[str]:
-        """The arguments that the next attempt appends to the command."""
-        on = ["--no-overwrite", f"--continue={NEWEST}"]  # the run's places hold its own files now
+        """Return the arguments that the next attempt appends to the command."""
+        on = ["--no-overwrite", f"--continue={NEWEST}"]  # the folders hold this run's own files now
         if self.made():
             return [*on, "--no-new-data"]
         if self._config.continue_from is not None:
             return []  # begin again from the user's checkpoint
-        # A changed log proves that other runs' files were moved aside. Before that, a checkpoint
-        # in the run's place may belong to another run.
+        # A changed log proves that files of other runs were moved aside. Until the log changes, a
+        # checkpoint in the run's folder may belong to another run.
         return on if _stamp(self._config.log_file) != self._log else []
 
 
@@ -140,9 +140,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 class _Run:
-    """The process of the run, in its own process group; passes signals on to it. signum: first
-    ending signal that this process received, or None. begin: time.monotonic() at the first attempt.
-    If the parent is killed, the run ends, too."""
+    """Runs a command as a process in its own process group, to which signals are passed on. signum:
+    first ending signal that this parent process received, or None. begin: time.monotonic() at the
+    first attempt. If the parent is killed, the run ends, too."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()
@@ -166,12 +166,13 @@ class _Run:
             self._process.send_signal(signum)
 
     def wait(self, command: list[str]) -> int:
-        """Run a command to its end; return its exit status."""
+        """Run a command to its end, and return the command's exit status."""
         process = subprocess.Popen(
             command,
             env=os.environ | {SUPERVISED: str(self.begin)},
             process_group=0,
-            # The run gets SIGTERM when its parent dies, and then writes a checkpoint.
+            # The kernel sends the run SIGTERM when its parent dies; the run then writes a
+            # checkpoint.
             preexec_fn=partial(signal_from_parent, signal.SIGTERM),
         )
         self._process = process
@@ -183,7 +184,7 @@ class _Run:
             self._process = None
 
     def sleeps(self, seconds: float) -> bool:
-        """Sleep; return True if an ending signal came meanwhile."""
+        """Sleep; return True if an ending signal came while sleeping."""
         end = time.monotonic() + seconds
         while self.signum is None and time.monotonic() < end:
             time.sleep(POLL)

@@ -1,4 +1,4 @@
-"""Options and log of a continued run, and the options that differ from the checkpoint's run.
+"""Options and log of a continued run, and comparison with the options of the checkpoint's run.
 
 A run with several sequence lengths has stages of one length each. A stage has its own plan, graphs
 and order of the data, and continues from the previous stage's last checkpoint with its steps,
@@ -41,7 +41,7 @@ from llmq.runtime.world import World
 
 
 class Stage(NamedTuple):
-    """The options of a stage, and its steps [first, stop) of the run. stop: None for the last
+    """The options of a stage, whose steps are [first, stop) of the run. stop: None for the last
     stage."""
 
     config: TrainConfig
@@ -49,22 +49,22 @@ class Stage(NamedTuple):
     stop: int | None
 
     def resumed(self, step: int) -> Stage:
-        """The stage when --continue goes on from a checkpoint of `step`; at the stage's first step
-        its data begin anew."""
+        """Return the stage if --continue goes on from a checkpoint of `step`. At the stage's first
+        step the stage's data begin anew."""
         begins = step == self.first > 0
         config = replace(self.config, new_data=begins or self.config.new_data)
         return self._replace(config=config)
 
     def following(self) -> Stage:
-        """The stage when it follows the previous stage in the same process. It continues from the
-        checkpoint that the previous stage has just written, not from the user's --continue."""
+        """Return the stage as it follows the previous stage in the same process. The stage
+        continues from the previous stage's last checkpoint, not from the user's --continue."""
         config = replace(self.config, continue_from=str(self.first))
         return self._replace(config=config).resumed(self.first)
 
 
 def stages_of(config: TrainConfig) -> list[Stage]:
-    """The stages of a run; a single one without --seq-stages. config: normalized options of any
-    stage."""
+    """Return the stages of a run; a single stage without --seq-stages. config: normalized options
+    of any stage."""
     if config.seq_stages is None:
         return [Stage(config, 0, None)]
     stages, first, share = [], 0, 0.0
@@ -80,14 +80,14 @@ def stages_of(config: TrainConfig) -> list[Stage]:
 
 
 def of_longest(config: TrainConfig) -> TrainConfig:
-    """The options of the run to which a stage's options belong: --batch-size and --seq-len of the
-    longest sequences."""
+    """Return the options of the whole run, given a stage's options: --batch-size and --seq-len are
+    those of the longest sequences."""
     return replace(config, **_sizes_of_longest(asdict(config)))
 
 
 def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
-    """seq_len and batch_size, by field, that a stage's options mean for the run's longest
-    sequences. {} with one length, and if these options are missing or malformed."""
+    """Return seq_len and batch_size of the run's longest sequences, by field, from a stage's
+    options. Returns {} for a run with one length, and if the options are missing or malformed."""
     stages, *sizes = (options.get(name) for name in ("seq_stages", "seq_len", "batch_size"))
     if not isinstance(stages, str) or not all(type(size) is int for size in sizes):
         return {}
@@ -98,8 +98,8 @@ def _sizes_of_longest(options: Mapping[str, Any]) -> dict[str, Any]:
 def left_stages(
     config: TrainConfig, model: ModelConfig, checkpoint: Path | None, world: World
 ) -> list[Stage]:
-    """The stages that remain after a checkpoint. Plans each of them, so that LlmqError for a stage
-    that cannot run comes before training. All processes call this function."""
+    """Return the stages that remain after a checkpoint. Each stage is planned here, so that a stage
+    that cannot run raises LlmqError before training. All processes call this function."""
     if config.seq_stages is None:
         return stages_of(config)
     step = None if checkpoint is None else read_manifest(checkpoint / MANIFEST)["run"]["step"]
@@ -113,14 +113,14 @@ def left_stages(
 _PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
 _WRITTEN = ("out_dir", "checkpoint_dir", "log_file", "tensorboard", "wandb")
 _FOUND_BY = ("continue_from", "name", "checkpoint_dir")
-_FIXED = ("from_scratch", "init_proj_to_zero")  # options that only the first weights depend on
+_FIXED = ("from_scratch", "init_proj_to_zero")  # options that affect only the first weights
 
 
 def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[str, Any]:
-    """The options of the checkpoint that --continue names, by field, without default and implied
-    values; {} without a checkpoint. given: options that the user has set. world: its processes all
-    call this function. ConfigError for options that cannot be changed, and if neither checkpoint
-    nor options say what to run."""
+    """Return the options of the checkpoint that --continue names, by field, without default and
+    implied values; {} without a checkpoint. given: options that the user has set. world: the
+    processes, which all call this function. Raises ConfigError for options that cannot be changed,
+    and if neither a checkpoint nor options define a run."""
     spec = given.get("continue_from")
     compare({OPTIONS[name].flag: given.get(name) for name in _FOUND_BY}, ConfigError, world)
     if spec is None:
@@ -143,7 +143,7 @@ def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[
     saved, owner = _known(saved_options(document), checkpoint), RunId.of(document["run"])
     homes = [directory, TrainConfig(name=saved.get("name", "")).normalized().checkpoint_dir]
     is_home = checkpoint.resolve().parent in [home.resolve() for home in homes]
-    # All processes meet here, before checks that may differ between them.
+    # All processes make this collective call before checks that may differ between processes.
     last = saved.get("log_file") if is_home else None
     log = last and world.on_first(lambda: log_of_run(owner, Path(last)))
     saved.pop("adapter", None)  # the checkpoint has trained these adapters further
@@ -158,7 +158,7 @@ def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[
     if "seq_len" in given:  # one length replaces all stages of the run
         inherited.pop("seq_stages", None)
     if given.get("new_data") and "data_order" not in document["options"]:
-        inherited.pop("data_order", None)  # an old version's default, not the user's choice
+        inherited.pop("data_order", None)  # an old version's default, which the user has not chosen
     if not is_home:
         _forget_places(given, inherited, checkpoint)
     if given.get("name", owner.name) != owner.name:
@@ -172,9 +172,9 @@ _COURSE = ("final_lr_fraction", "cooldown")
 
 
 def _same_course(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's schedule options if the user gives the same --lr-schedule again; else {}. So
-    a run of an older version, with another default of --final-lr-fraction, keeps its learning
-    rates."""
+    """Return the checkpoint's schedule options if the user gives the same --lr-schedule again; else
+    {}. With these options a run of an older version, with another default of --final-lr-fraction,
+    keeps its learning rates."""
     if given.get("lr_schedule") is None or given["lr_schedule"] != saved.get("lr_schedule"):
         return {}
     course = {name: saved[name] for name in _COURSE if name in saved}
@@ -187,8 +187,8 @@ def _same_course(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str
 
 
 def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoint: Path) -> None:
-    """Drop the output places in the options of a checkpoint outside this run's places: a foreign
-    checkpoint must not choose where this run writes."""
+    """Drop the output folders in the options of a checkpoint from outside this run's folders: a
+    foreign checkpoint must not choose where this run writes."""
     there = {name: inherited.pop(name) for name in _WRITTEN if name in inherited}
     lost = [flag(name, value) for name, value in there.items() if name not in given]
     if lost:
@@ -199,7 +199,8 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
 
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Saved options that this version knows, without options that hold for one command only."""
+    """Return saved options that this version knows, without options that hold for one command
+    only."""
     saved = current_options(saved, f"checkpoint '{checkpoint}': ")
     unknown = sorted(saved.keys() - {field.name for field in fields(TrainConfig)})
     if unknown:
@@ -208,7 +209,7 @@ def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_fork(given: Mapping[str, Any], inherited: dict[str, Any], parent: RunId) -> None:
-    """ConfigError if the fork would inherit its parent's explicit --out-dir or
+    """Raise ConfigError if the fork would inherit its parent's explicit --out-dir or
     --checkpoint-dir."""
     for name in ("out_dir", "checkpoint_dir"):
         if name in inherited and name not in given:
@@ -219,18 +220,18 @@ def _check_fork(given: Mapping[str, Any], inherited: dict[str, Any], parent: Run
 
 
 def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
-    """A line that names the parent of a run which begins now as a fork; else []."""
+    """Return a line that names the parent of a run that begins as a fork; else []."""
     if checkpoint is None or run.parent is None or run.owns(checkpoint_owner(checkpoint)):
         return []
     return [f"This is {run}, a fork of {run.parent}"]
 
 
-# Options without influence on results, beside paths and the length of the run.
+# Options without influence on results, besides paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
 _ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer adapter scores"
 _ELSEWHERE += " prompts reward_seconds reward_workers context_parallel"
 
-# Options that change nothing but the order in which numbers are added up.
+# Options that change only the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
 _ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce", "share")
 _ROUNDING_OF_RANKS += ("context_parallel",)
@@ -241,7 +242,7 @@ _COMPUTED = (ModelOptions, DataOptions, BatchOptions, OptimOptions, PrecisionOpt
 
 
 class Changes(NamedTuple):
-    """Lines about options whose values differ from those of the checkpoint's run."""
+    """Lines about options whose values differ from the values in the checkpoint's run."""
 
     numbers: list[str]
     """Lines about options that change results."""
@@ -257,7 +258,7 @@ def changed_options(
     new_data: bool = False,
 ) -> Changes:
     """Compare the options with the checkpoint's. Options that only change rounding share one line.
-    manifest: the checkpoint's; options that it lacks are not compared. new_data: True if the data
+    manifest: the checkpoint's, whose missing options are not compared. new_data: True if the data
     start anew."""
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
     saved = current_options(
@@ -270,12 +271,12 @@ def changed_options(
     if config.final_lr_fraction != 1 or config.cooldown > 0 or 0 < config.warmup < 1:
         names += ["steps", "epochs"]  # the learning rate depends on when the run ends
     if not new_data:
-        names.remove("train_seed")  # no effect, as a line below says
+        names.remove("train_seed")  # without effect, as a line below says
     parts, parts_before = config.context_parallel, saved.get("context_parallel", 1)
     tokens, before = world_size // parts, saved_world_size // parts_before
     for name in ("batch_size", "seq_len", "grad_accumulation"):
         tokens, before = tokens * getattr(config, name), before * saved.get(name, math.nan)
-    if tokens == before:  # more ranks with fewer micro-steps each take the same step
+    if tokens == before:  # equal: each step is the same, shared by more or fewer ranks
         names.remove("grad_accumulation")
     # Adapters are compared by the matrices that these options name (`check_checkpoint`).
     every = [n for n in OPTIONS if n not in ADAPTED_BY and _differs(n, config, saved)]
@@ -311,18 +312,19 @@ def changed_options(
 
 
 def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
-    """True if an option differs; options that an older version lacked are not compared."""
+    """Return True if an option differs; options that an older version lacked are not compared."""
     if name not in saved or name in ONCE:
         return False
     try:
         then = None if saved[name] is None else OPTIONS[name].convert(saved[name])
-    except ConfigError:  # a value that only another version knows
+    except ConfigError:  # only another version knows the value
         return True
     return then != getattr(config, name)
 
 
 def _changes(names: list[str], config: TrainConfig, saved: dict[str, Any]) -> list[str]:
-    """One line for each changed option; dtypes that changed with --model-dtype share one."""
+    """Return a line for each changed option; dtypes that changed with --model-dtype share a
+    line."""
     lines: dict[Any, list[str]] = {}
     for name in names:
         now, then = _shown(name, getattr(config, name)), _shown(name, saved[name])

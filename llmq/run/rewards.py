@@ -1,6 +1,6 @@
 """Rewards of samples, from a user's function or from a user's class of environments that answer
-samples. Code of a file runs in worker processes with a time limit; a function that a program
-passes itself runs in this process."""
+samples. Code of a file runs in worker processes with a time limit. A function that a program passes
+as an object runs in this process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ T = TypeVar("T")
 Function = Callable[[list[str], dict[str, Any]], Sequence[float | Mapping[str, float]]]
 Scores = list[dict[str, float]]
 REWARD = "reward"
-_BOUNDS = Bounds(seconds=1e6, memory=1 << 44, threads=True)  # Rewards itself limits the time
+_BOUNDS = Bounds(seconds=1e6, memory=1 << 44, threads=True)  # `Rewards` itself limits the time
 _ENDED = "has ended its process"
-_START_SECONDS = 120.0  # longest time to import the function's file
+_START_SECONDS = 120.0  # longest time in seconds to import the function's file
 
 
 class Group(NamedTuple):
-    """The samples of a prompt. texts: the completions. record: the prompt's record. where: place
-    of the record, for messages."""
+    """The samples of a prompt. texts: the completions. record: the prompt's record. where: name of
+    the record for messages."""
 
     texts: list[str]
     record: dict[str, Any]
@@ -41,13 +41,13 @@ class Group(NamedTuple):
 
 
 class RewardError(DataError):
-    """A reward function has raised, taken too long, or returned no numbers."""
+    """Raised if a reward function has raised, taken too long, or returned no numbers."""
 
 
 def components(found: Any, count: int) -> Scores | str:
-    """The components of each reward, from a function's result `found` for `count` texts. "reward"
-    is the whole reward: the function's own "reward", else the sum of the components. For a
-    malformed result, a phrase that names the error."""
+    """Return the components of each reward, from a function's result `found` for `count` texts. The
+    component "reward" is the whole reward: the function's own "reward", or else the sum of
+    components. For a malformed result, return words that name the error."""
     if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__"):
         return f"returned {_short(found)} in place of a list with a reward of each text"
     if len(found) != count:
@@ -72,7 +72,7 @@ def _short(value: Any) -> str:
 
 
 def _tried(fn: Callable[..., T], *args: Any) -> T | str:
-    """The result of a user's function, or a phrase about the exception that it raised."""
+    """Return the result of a user's function, or words about the exception that it raised."""
     try:
         return fn(*args)
     except Exception as error:
@@ -92,8 +92,8 @@ class Turn(NamedTuple):
 
 
 def _turn(found: Any) -> Turn | str:
-    """Convert the result of an environment's `step`; a phrase that names the error if it is
-    malformed."""
+    """Convert the result of an environment's `step`. Returns words that name the error if the
+    result is malformed."""
     if not isinstance(found, tuple) or len(found) != 3:
         return f"returned {_short(found)} in place of (text or messages, reward, done)"
     said, reward, done = found
@@ -116,7 +116,7 @@ class _Calls:
         self._running: dict[int, Any] = {}
 
     def rewards(self, texts: list[str], record: dict[str, Any]) -> Scores | str:
-        """The components of the rewards of a prompt's texts."""
+        """Return the components of the rewards of a prompt's texts."""
         return _tried(lambda: components(self._function(texts, record), len(texts)))
 
     def begin(self, keys: Sequence[int], record: dict[str, Any]) -> str | None:
@@ -131,8 +131,8 @@ class _Calls:
         return _tried(begin)
 
     def step(self, said: Sequence[tuple[int, str, list[Any]]]) -> list[Turn] | str:
-        """The environments' answers in a prompt's episodes. said: key of the episode, text of the
-        model and its tool calls, which environments receive only if they have tools."""
+        """Return the environments' answers in a prompt's episodes. said: key of the episode, text
+        of the model and its tool calls, which environments receive only if they have tools."""
         found = []
         for key, text, calls in said:
             if key not in self._running:
@@ -149,8 +149,8 @@ class _Calls:
 
 
 def _loaded(path: Path, name: str) -> Answer:
-    """Import `name` from the file in a worker; return the function that answers the worker's
-    tasks."""
+    """Import `name` from the file, in a worker process. Returns the function that answers the
+    worker's tasks."""
     sys.path.insert(0, str(path.parent.absolute()))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -174,16 +174,17 @@ def _loaded(path: Path, name: str) -> Answer:
 
 
 class Rewards(Closing):
-    """Rewards of groups of samples. One call of the function, with a group's texts and record,
-    returns a sequence of numbers, or of components by name. A class with `reset(record)` and
-    `step(text)` gives environments instead, which answer each text.
+    """Computes rewards of groups of samples. One call of the function, with a group's texts and
+    record, returns a sequence of numbers, or of components by name. A class with `reset(record)`
+    and `step(text)` gives environments instead, which answer each text.
 
-    has_turns: True for environments. tools: schemas of the class's tools for prompts, or None."""
+    has_turns: True for environments. tools: schemas of the class's tools for prompts, or None.
+    """
 
     def __init__(self, function: str | Function | type, *, seconds: float = 60.0, workers: int = 1):
         """function: FILE.py:NAME, which runs in `workers` processes, each call for at most
         `seconds`; or the function or class itself, which runs in this process without a limit.
-        ConfigError for a function that cannot be loaded."""
+        Raises ConfigError for a function that cannot be loaded."""
         self.seconds, self._workers = seconds, []
         if not isinstance(function, str):
             self._here = _Calls(function)
@@ -200,7 +201,8 @@ class Rewards(Closing):
             self._wait_for(worker)
 
     def __call__(self, groups: Sequence[Group]) -> list[Scores | str]:
-        """The components of the rewards of each group's texts, or the group's error in words."""
+        """Return the components of the rewards of each group's texts, or the group's error in
+        words."""
         return self._each("rewards", [(group.texts, group.record) for group in groups])
 
     def begin(self, records: Sequence[dict[str, Any]], count: int) -> list[str | None]:
@@ -212,8 +214,8 @@ class Rewards(Closing):
     def step(
         self, said: Mapping[int, Sequence[tuple[int, str, list[Any]]]]
     ) -> dict[int, list[Turn] | str]:
-        """The environments' answers to texts, or an error, by number of the prompt. said: by number
-        of the prompt (key of the episode, text, tool calls) for each episode."""
+        """Return the environments' answers to texts, or an error, by number of the prompt. said: by
+        number of the prompt, (key of the episode, text, tool calls) for each episode."""
         found = self._each("step", [(texts,) for texts in said.values()], fixed=[*said])
         return dict(zip(said, found, strict=True))
 
@@ -221,8 +223,8 @@ class Rewards(Closing):
         self, name: str, tasks: Sequence[tuple[Any, ...]], fixed: Sequence[int] | None = None
     ) -> list[Any]:
         """Call the method `name` of `_Calls` with each tuple of arguments in `tasks`; return the
-        results. fixed: a number for each task, equal numbers for the same process; None: any
-        process."""
+        results. fixed: a number for each task; tasks with equal numbers run in the same process.
+        None: any process."""
         if not self._workers:
             return [getattr(self._here, name)(*arguments) for arguments in tasks]
         found: list[Any] = [""] * len(tasks)
@@ -248,12 +250,12 @@ class Rewards(Closing):
                 if worker.connection not in ready or found[number] == _ENDED:
                     worker.close()
                     self._workers[place] = Worker(self._make, _BOUNDS)
-                    self._wait_for(self._workers[place])  # the import counts for no call's time
+                    self._wait_for(self._workers[place])  # the import counts as no call's time
                 del busy[place]
         return found
 
     def _wait_for(self, worker: Worker) -> None:
-        """Wait until a new process has loaded the function. ConfigError if loading fails."""
+        """Wait until a new process has loaded the function. Raises ConfigError if loading fails."""
         worker.send(None, [""])
         found = self._result(worker, _START_SECONDS)
         if isinstance(found, str):

@@ -1,5 +1,4 @@
-"""`llmq rl`: a run that trains the model on its own samples, by the rewards of a function or by a
-teacher."""
+"""`llmq rl`: trains the model on its own samples, by the rewards of a function or by a teacher."""
 
 from contextlib import ExitStack
 from pathlib import Path

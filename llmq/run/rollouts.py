@@ -1,8 +1,9 @@
-"""The training data of `llmq rl`: the model's own samples, and advantages from their rewards.
+"""The training data of `llmq rl`: the model's own samples, and advantages from the samples'
+rewards.
 
-A rollout consists of one group of samples for each of a few prompts, made by the present weights.
-Its prompts and seeds depend only on its number. One or several optimizer steps train all samples
-of a rollout. A Trainer asks `Rollouts` for batches in place of token files.
+A rollout consists of a group of samples for each of a few prompts, made by the present weights. The
+rollout's prompts and seeds depend only on the number of the rollout. One or several optimizer steps
+train all samples of a rollout. A Trainer takes batches from `Rollouts` in place of token files.
 """
 
 import hashlib
@@ -37,9 +38,10 @@ LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards
 
 
 class Sample(NamedTuple):
-    """A completion of a prompt. prompt: number of the prompt. ids: new tokens, with the token that
-    ended the text. logprobs: log-probability of each token when it was sampled; None for tokens of
-    an environment, which are not trained. advantage: the completion's advantage in its group."""
+    """A completion of a prompt. prompt: number of the prompt. ids: new tokens, including the token
+    that ended the text. logprobs: log-probability of each token when it was sampled; None for
+    tokens of an environment, which are not trained. advantage: the completion's advantage in its
+    group."""
 
     prompt: int
     ids: list[int]
@@ -58,23 +60,24 @@ class Drawn(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """The error of the rewards; "" if there is none."""
+        """Return the error of the rewards; "" if there is none."""
         return self.scores if isinstance(self.scores, str) else ""
 
     @property
     def rewards(self) -> np.ndarray:
-        """The rewards of all samples, F64 (n,)."""
+        """Return the rewards of all samples, F64 (n,)."""
         return np.array([one[REWARD] for one in self.scores])
 
     @property
     def equal(self) -> bool:
-        """Whether all rewards are equal, so that all advantages are 0."""
+        """Return True if all rewards are equal, which makes all advantages 0."""
         return bool(np.ptp(self.rewards) == 0)
 
 
 def advantages(rewards: np.ndarray, *, scale: bool) -> np.ndarray:
-    """Advantages F64 (n,) of a group's samples: rewards F64 (n,) less their mean; with `scale`
-    divided by their standard deviation (divisor n - 1) plus LEAST_STD."""
+    """Return advantages F64 (n,) of a group's samples: rewards F64 (n,) less their mean. With
+    `scale`, advantages are divided by the rewards' standard deviation (divisor n - 1) plus
+    LEAST_STD."""
     apart = rewards - rewards.mean()
     return apart / (rewards.std(ddof=1) + LEAST_STD) if scale else apart
 
@@ -82,9 +85,9 @@ def advantages(rewards: np.ndarray, *, scale: bool) -> np.ndarray:
 def packed(
     samples: Sequence[Sample], prompts: Sequence[list[int]], shape: tuple[int, int], ranks: int
 ) -> list[Batch]:
-    """Pack samples with their prompts into micro-batches of shape (B, T). Their number is the least
-    multiple of `ranks` that holds all samples. The longest sample comes first; each goes into the
-    first row with room."""
+    """Pack samples with their prompts into micro-batches of shape (B, T): B sequences of T tokens.
+    The number of micro-batches is the least multiple of `ranks` that holds all samples. The longest
+    sample is packed first; each sample goes into the first sequence with room."""
     B, T = shape
     rows: list[list[int]] = []  # numbers of samples
     room: list[int] = []
@@ -98,7 +101,7 @@ def packed(
         room[at] -= lengths[number]
     count = max(-(-len(rows) // (B * ranks)), 1) * ranks
     rows += [[] for _ in range(B * count - len(rows))]
-    numbered = [rows[first::count] for first in range(count)]  # the fullest rows lie apart
+    numbered = [rows[first::count] for first in range(count)]  # spreads the fullest rows
     return [
         _batch([[(samples[i], prompts[samples[i].prompt]) for i in row] for row in part], T)
         for part in numbered
@@ -106,7 +109,7 @@ def packed(
 
 
 def _batch(rows: Sequence[Sequence[tuple[Sample, list[int]]]], T: int) -> Batch:
-    """The micro-batch of these rows. A row has samples, each with the ids of its prompt."""
+    """Return the micro-batch of these rows. A row has samples, each with the ids of its prompt."""
     shape, at = (len(rows), T), np.arange(T, dtype=np.int32)
     inputs, targets = np.zeros(shape, np.int32), np.full(shape, MASKED_TARGET, np.int32)
     starts, lengths = np.tile(at, (shape[0], 1)), np.zeros(shape[0], np.int32)
@@ -128,15 +131,15 @@ def _batch(rows: Sequence[Sequence[tuple[Sample, list[int]]]], T: int) -> Batch:
 
 
 class Rollouts:
-    """Samples as the training data of a Trainer, in place of token files.
+    """Makes samples, the training data of a Trainer in place of token files.
 
     last: numbers of the newest rollout by name. reward: mean over samples; reward_std: mean
     standard deviation within groups; reward/NAME: mean of a component; length: mean tokens of a
     sample; cut: fraction of samples that max_new_tokens has cut; drawn: number of groups, including
     replaced groups; equal: fraction of drawn groups with equal rewards; failed: number of groups
     without rewards; sample_ms, reward_ms: durations. seed: --train-seed, for the order of prompts
-    and for samples. reporter: receives these numbers, and writes all samples into a file beside
-    its log; None: no reports.
+    and for samples. reporter: receives the numbers of `last`; None: no reports, and no file of
+    samples beside the log.
     """
 
     def __init__(
@@ -148,9 +151,9 @@ class Rollouts:
     ):
         """trainer: its config has the options of the group `rl`. records: each has `prompt` (a text
         or chat messages) and fields for the reward. reward: function of a group's texts and its
-        record; None: only --teacher trains. places: name of each record in error messages.
-        LlmqError for contradicting options, a malformed prompt or one too long for --seq-len, and
-        an unsuitable teacher."""
+        record; None: only --teacher trains. places: name of each record in error messages. Raises
+        LlmqError for contradicting options, a malformed prompt, a prompt too long for --seq-len,
+        and an unsuitable teacher."""
         self._trainer, self._config = trainer, (config := trainer.config)
         known = reward is None or isinstance(reward, Rewards)
         self._reward = reward if known else Rewards(reward)
@@ -169,7 +172,7 @@ class Rollouts:
         content = json.dumps([self._prompts, config.prompts_per_step, config.updates])
         self._digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.seed = config.train_seed
-        self._update, self._taken = 0, 0  # number of the next update; batches of it handed out
+        self._update, self._taken = 0, 0  # number of the next update; its batches handed out so far
         self._sampled: int | None = None  # number of the rollout to which _samples belong
         self._samples: list[Sample] = []
         self._batches: list[Batch] = []
@@ -210,7 +213,7 @@ class Rollouts:
     # -- prompts ---------------------------------------------------------------------------------
 
     def _encoded(self) -> Iterator[list[int]]:
-        """The ids of each prompt."""
+        """Yield the ids of each prompt."""
         tools = None if self._reward is None else self._reward.tools
         if self._tokenizer.eos_id is not None:
             self._stop.add(self._tokenizer.eos_id)
@@ -233,8 +236,8 @@ class Rollouts:
             yield ids
 
     def _chat(self, where: str) -> Conversation:
-        """The chat whose template renders messages as prompts; the end of a turn ends a sample.
-        where: name of the record in errors."""
+        """Return the chat whose template renders messages as prompts; the end of a turn ends a
+        sample. where: name of the record in errors."""
         talk = conversation(self._tokenizer, self._config.chat_template)
         if talk is None:
             raise ConfigError(
@@ -250,16 +253,16 @@ class Rollouts:
         return talk
 
     def _chosen(self, rollout: int) -> list[int]:
-        """The numbers of a rollout's prompts. Each pass over all prompts has its own order; the
-        pass's last rollout is filled up with the first prompts of that order."""
+        """Return the numbers of a rollout's prompts. Each pass over all prompts has its own order;
+        the pass's last rollout is filled up with the first prompts of that order."""
         per_pass, count = self._rollouts_per_pass, self._config.prompts_per_step
         which, place = divmod(rollout, per_pass)
         order = np.random.default_rng([self.seed, which]).permutation(len(self._prompts))
         return np.resize(order, per_pass * count)[place * count : (place + 1) * count].tolist()
 
     def _others(self, rollout: int) -> Iterator[int]:
-        """The numbers of all prompts outside this rollout, in the order in which they replace
-        prompts of the rollout."""
+        """Yield the numbers of all prompts outside this rollout, in the order in which these
+        prompts may replace prompts of the rollout."""
         order = np.random.default_rng([self.seed, rollout, 0, 1]).permutation(len(self._prompts))
         chosen = {*self._chosen(rollout)}
         return (int(number) for number in order if number not in chosen)
@@ -271,8 +274,8 @@ class Rollouts:
     # -- a rollout -------------------------------------------------------------------------------
 
     def _roll_out(self, rollout: int) -> list[Sample]:
-        """Make a rollout; returns the samples to train. RewardError for a group without rewards,
-        unless --on-reward-error skips such groups."""
+        """Make a rollout; return the samples to train. Raises RewardError for a group without
+        rewards, unless --on-reward-error skips such groups."""
         own, drawn = self._config, []
         self._times = {"sample_ms": 0.0, "reward_ms": 0.0}
         chosen, others = self._chosen(rollout), self._others(rollout)
@@ -305,7 +308,7 @@ class Rollouts:
         return kept
 
     def _drawn(self, rollout: int, attempt: int, chosen: Sequence[int]) -> list[Drawn]:
-        """Samples of the chosen prompts, with their rewards."""
+        """Return samples of the chosen prompts, with the samples' rewards."""
         start, before = time.monotonic(), self._times["sample_ms"]
         how = ([self._prompts[n] for n in chosen], self._config.num_samples)
         records, places = ([of[n] for n in chosen] for of in (self._records, self._places))
@@ -346,7 +349,8 @@ class Rollouts:
         return made
 
     def _shorten(self, drawn: Sequence["Drawn"]) -> None:
-        """Lower the rewards of samples that reach into --overlong-buffer, by up to 1 at its end."""
+        """Lower the rewards of samples that reach into --overlong-buffer, by up to 1 at the
+        buffer's end."""
         buffer = self._config.overlong_buffer
         free = self._config.max_new_tokens - buffer
         for each in drawn:
@@ -358,7 +362,8 @@ class Rollouts:
         return self._config.skip_cut and made.finish == "length"
 
     def _failed(self, group: Group, problem: str) -> list[dict[str, Any]]:
-        """The rows of the sample file for a group without rewards."""
+        """Return the rows of the sample file for a group without rewards. Raises RewardError if
+        such a group stops the run."""
         line = f"{group.where}: the reward function {problem}"
         if self._config.on_reward_error == "stop":
             raise RewardError(f"{line}: mend it, or give --on-reward-error skip")
@@ -379,7 +384,7 @@ class Rollouts:
         reporter.block("Prompts", lines)
 
     def _report(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log the numbers of the rollout, and append its rows to the sample file."""
+        """Log the numbers of the rollout, and append the rows to the sample file."""
         reporter, step, last = self.reporter, self._update, self.last
         if reporter is None:
             return
@@ -403,29 +408,30 @@ class Rollouts:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Greatest number of micro-batches of each rank in a pass over all prompts."""
+        """Return the greatest number of micro-batches of each rank in a pass over all prompts."""
         of_step = self._config.grad_accumulation
         return self._rollouts_per_pass * self._config.updates * of_step
 
     @property
     def epoch(self) -> int:
-        """The number of the present pass over all prompts, from 0."""
+        """Return the number of the present pass over all prompts, from 0."""
         return self._update // (self._rollouts_per_pass * self._config.updates)
 
     @property
     def passed(self) -> float:
-        """The fraction of the present pass that was trained."""
+        """Return the fraction of the present pass that was trained."""
         of_pass = self._rollouts_per_pass * self._config.updates
         return self._update % of_pass / of_pass
 
     @property
     def batches_left(self) -> int:
-        """Greatest number of micro-batches of each rank that are left in the present pass."""
+        """Return the greatest number of micro-batches of each rank that are left in the present
+        pass."""
         return round((1 - self.passed) * self.batches_per_epoch)
 
     def step_batches(self, most: int) -> int:
-        """The number of micro-batches of each rank in the next update; makes the rollout first if
-        the update has no samples yet. most: ignored."""
+        """Return the number of micro-batches of each rank in the next update. Makes the rollout
+        first if the update has no samples yet. most: ignored."""
         if self._sampled != self._rollout:
             self._samples, self._batches = self._roll_out(self._rollout), []
             self._sampled = self._rollout
@@ -442,8 +448,8 @@ class Rollouts:
         return len(self._trainer.ranks.devices)
 
     def _packed(self) -> list[Batch]:
-        """The batches of an update, with scores of the teacher or of the reference model if the
-        loss reads scores."""
+        """Return the batches of an update. If the loss reads scores, the batches have scores of the
+        teacher or of the reference model."""
         config, trainer = self._config, self._trainer
         shape = (config.batch_size, config.seq_len)
         batches = packed(self._samples, self._prompts, shape, self._ranks)
@@ -465,7 +471,7 @@ class Rollouts:
         return [b._replace(named={**b.named, "scores": 0 - loss}) for b, loss in pairs]
 
     def next_batch(self) -> Batch:
-        """The next micro-batch of the update; ranks take turns."""
+        """Return the next micro-batch of the update; ranks take micro-batches in turn."""
         batch = self._batches[self._taken]
         self._taken += 1
         if self._taken == len(self._batches):
@@ -473,15 +479,15 @@ class Rollouts:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The state before the next update, in JSON types; includes the samples if their rollout
-        has further updates."""
+        """Return the state before the next update, as JSON values. The state includes the samples
+        if further updates train the same rollout."""
         state = {"seed": self.seed, "prompts": self._digest, "update": self._update}
         if self._update % self._config.updates:
             state["samples"] = [sample._asdict() for sample in self._samples]
         return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Return to a saved `state`. DataError if the state is of other prompts."""
+        """Return to a saved `state`. Raises DataError if the state belongs to other prompts."""
         if state.get("prompts") != self._digest:
             raise DataError(
                 "the prompts, --prompts-per-step or --updates changed since the checkpoint: give "
@@ -505,8 +511,8 @@ class Rollouts:
 
 
 def _extremes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The texts of the samples with the highest and the lowest reward, each as one line, by name;
-    {} without rewards."""
+    """Return the texts of the samples with the highest and the lowest reward, each as one line, by
+    name; {} without rewards."""
     scored = [row for row in rows if "rewards" in row]
     if not scored:
         return {}
@@ -518,8 +524,8 @@ def _extremes(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _of_rewards(scored: Sequence[Drawn]) -> dict[str, float]:
-    """Means of the reward and its components over samples, and the mean standard deviation within
-    groups, by name; {} without groups."""
+    """Return means of the reward and its components over samples, and the mean standard deviation
+    within groups, by name; {} without groups."""
     if not scored:
         return {}
     every = [one for each in scored for one in each.scores]
@@ -531,7 +537,7 @@ def _of_rewards(scored: Sequence[Drawn]) -> dict[str, float]:
 
 
 def _of_lengths(drawn: Sequence[Drawn]) -> dict[str, float]:
-    """The samples' mean length in tokens, and the fraction of samples that were cut."""
+    """Return the samples' mean length in tokens, and the fraction of samples that were cut."""
     every = [made for each in drawn for made in each.made]
     cut = sum(made.finish == "length" for made in every) / len(every)
     lengths = [sum(each is not None for each in made.logprobs) for made in every]
@@ -541,7 +547,7 @@ def _of_lengths(drawn: Sequence[Drawn]) -> dict[str, float]:
 def _each_once(
     generate: Callable[..., list[list[Completion]]], turn: int, texts: Sequence[list[int]]
 ) -> list[Completion]:
-    """One completion of each text of ids, in turn number `turn` of the episodes."""
+    """Return one completion of each text of ids, in turn number `turn` of the episodes."""
     return [made for (made,) in generate(turn, texts, 1)]
 
 

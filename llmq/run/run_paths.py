@@ -1,7 +1,8 @@
-"""The paths that a run writes to: locks, files of other runs there, and logs by a run's name.
+"""The paths to which a run writes: locks, files of other runs at these paths, and logs found by a
+run's name.
 
-A run owns the files that carry its id. Files of another run are refused, or moved aside with
---overwrite; they are never deleted. Damaged files are renamed.
+A run owns the files that carry the run's id. Files of another run are refused, or moved aside with
+--overwrite; such files are never deleted. Damaged files are renamed.
 """
 
 import glob
@@ -35,12 +36,12 @@ from llmq.report.json_log import has_records, is_damaged_log, log_owner
 
 @contextmanager
 def locked_places(config: TrainConfig) -> Iterator[None]:
-    """Lock the run's checkpoints, model and log against other runs within the block."""
-    # The folder may be a mount point that several machines share, so its lock lies inside.
+    """Lock the run's checkpoints, model and log against other runs within the context."""
+    # The folder may be a mount point that several machines share; the lock therefore lies inside.
     locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
     for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
         if path.is_file() or path.is_dir() or not path.exists():  # not a device like /dev/null
-            whole = Path(os.path.realpath(path))  # raises no error for a link to itself
+            whole = Path(os.path.realpath(path))  # unlike resolve(), no error for a link to itself
             locks.append((lock_beside(whole), flag, path))
     with ExitStack() as stack:
         for lock in locks:
@@ -49,9 +50,9 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """Id of the run that these options begin or continue. A continued run under another name is a
-    fork, with a new id. A run without a checkpoint is found by its log. LlmqError for a checkpoint
-    of another version."""
+    """Return the id of the run that these options begin or continue. A continued run under another
+    name is a fork, with a new id. A run without a checkpoint is found by its log. Raises LlmqError
+    for a checkpoint of another version."""
     new = RunId.new(config.name)
     if config.continue_from is None:
         return new
@@ -67,8 +68,8 @@ def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
 
 
 class ExistingOutput(NamedTuple):
-    """Existing files in a run's places. flag: the place's option. what: the files in words. owner:
-    the run that wrote the files."""
+    """Existing files at a path to which a run writes. flag: the option that names the path. what:
+    the files in words. owner: the run that wrote the files."""
 
     flag: str
     paths: list[Path]
@@ -77,8 +78,8 @@ class ExistingOutput(NamedTuple):
 
 
 def existing_outputs(config: TrainConfig) -> list[ExistingOutput]:
-    """The files in the places of a run, whoever owns them; without damaged checkpoints and a
-    damaged note of the best checkpoint, whose owner is unknown."""
+    """Return the files at the paths of a run, whoever owns the files. Damaged checkpoints, and a
+    damaged note of the best checkpoint, are left out: the owner is unknown."""
     directory, out, log = config.checkpoint_dir, config.out_dir, config.log_file
     damaged, best = damaged_checkpoints(directory), directory / NOTE
     whole = [p for p in checkpoints_by_name(directory).values() if p not in damaged]
@@ -95,9 +96,9 @@ def existing_outputs(config: TrainConfig) -> list[ExistingOutput]:
 def outputs_of_others(
     config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
 ) -> list[ExistingOutput]:
-    """The files of other runs in this run's places, to be moved aside. ConfigError for such files
-    without --overwrite, and if this run begins from one of them. LlmqError if this run's checkpoint
-    is damaged."""
+    """Return the files of other runs at this run's paths, which will be moved aside. Raises
+    ConfigError for such files without --overwrite, and if this run begins from such a file. Raises
+    LlmqError if this run's checkpoint is damaged."""
     if checkpoint is not None and (damage := manifest_damage(checkpoint / MANIFEST)) is not None:
         raise LlmqError(damage)
     there = existing_outputs(config)
@@ -128,10 +129,10 @@ def outputs_of_others(
 def clear_places(
     config: TrainConfig, checkpoint: Path | None, strangers: list[ExistingOutput]
 ) -> list[str]:
-    """Clear a run's places: rename damaged files, move other runs' files aside, and delete
-    unfinished checkpoints of a killed run. Returns lines like move_aside. LlmqError for disk
-    errors."""
-    # First: until a damaged checkpoint is renamed, its kept copy counts as a leftover.
+    """Clear a run's paths: rename damaged files, move other runs' files aside, and delete
+    unfinished checkpoints of a killed run. Returns the lines of move_aside. Raises LlmqError for
+    disk errors."""
+    # Rename first: the kept copy of a damaged checkpoint would be deleted as a leftover.
     _set_damaged_aside(config, checkpoint)
     lines = move_aside(strangers)
     delete(leftovers(config.checkpoint_dir))
@@ -139,9 +140,9 @@ def clear_places(
 
 
 def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
-    """Rename damaged files in the places of a run, with a warning. A damaged log is renamed only if
-    the run of `checkpoint` wrote it: else --log-file may be a typing error. LlmqError for disk
-    errors."""
+    """Rename damaged files at the paths of a run, with a warning. A damaged log is renamed only if
+    the run of `checkpoint` wrote the log; any other --log-file may be a typing error. Raises
+    LlmqError for disk errors."""
     found = damaged_checkpoints(config.checkpoint_dir)
     if note_is_damaged(config.checkpoint_dir):
         note = config.checkpoint_dir / NOTE
@@ -156,7 +157,7 @@ def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
 
 
 def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
-    """True if --log-file is the log of the checkpoint's run, and damaged."""
+    """Return True if --log-file is the log of the checkpoint's run, and damaged."""
     if checkpoint is None:
         return False
     log = saved_log(checkpoint)
@@ -165,9 +166,8 @@ def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
 
 
 def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[ExistingOutput]:
-    """The run's own checkpoints after `step`, for move_aside: the run will repeat these steps, and
-    --continue would take the newest checkpoint.
-    """
+    """Return the run's own checkpoints after `step`, for move_aside. The run will repeat these
+    steps, and until then --continue would take the newest of these checkpoints."""
     later = {s: p for s, p in checkpoints_by_name(config.checkpoint_dir).items() if s > step}
     paths = [path for path in later.values() if run.owns(checkpoint_owner(path))]
     what = f"the checkpoints after step {step}, which the run makes again"
@@ -175,8 +175,8 @@ def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[Exist
 
 
 def move_aside(strangers: list[ExistingOutput]) -> list[str]:
-    """Move files aside, all files of a folder into one new folder. Returns a line for each new
-    place. LlmqError for disk errors."""
+    """Move files aside; all files of a folder go into one new folder. Returns a line for each new
+    folder or log. Raises LlmqError for disk errors."""
     targets: dict[Path, Path] = {}
     lines: dict[Path, str] = {}
     for flag, paths, what, _ in strangers:
@@ -184,7 +184,7 @@ def move_aside(strangers: list[ExistingOutput]) -> list[str]:
             whole = path.absolute()
             if flag == "--log-file":
                 target = free_name(whole.resolve(), "old")
-            else:  # the folder stays: it may be a mount point, and may hold our lock
+            else:  # the folder stays, as a mount point or the place of our lock
                 folder = whole.parent.resolve()
                 if folder not in targets:
                     targets[folder] = free_name(folder, "old")
@@ -202,9 +202,9 @@ SAMPLES = ".samples.jsonl"
 
 
 def log_of_run(run: RunId, last: Path) -> Path | None:
-    """The log of a run that goes on. last: the file that the run wrote last. The result is `last`,
-    unless another run's file has replaced it: then the run's newest log in the same folder, or
-    None."""
+    """Return the log of a run that goes on. last: the file that the run wrote last. The result is
+    `last`, unless another run's file has replaced `last`. The result is then the run's newest log
+    in the same folder, or None."""
     there, damaged = os.path.lexists(last), is_damaged_log(last)
     if there and not damaged and (not has_records(last) or run.owns(log_owner(last))):
         return last
@@ -214,8 +214,8 @@ def log_of_run(run: RunId, last: Path) -> Path | None:
 
 def find_model(text: str) -> str:
     """Find a model by its path, by its run's folder, or by its run's name; an exported model comes
-    before checkpoints. Without a result the text is returned unchanged: it may name a repository. A
-    path or a cached repository of this name comes before a run."""
+    before checkpoints. If no model is found, the text is returned unchanged, because the text may
+    name a repository. A path or a cached repository of this name comes before a run."""
     path = Path(os.path.expanduser(text))  # Path.expanduser raises for an unknown user
     if _has_model(path) or (not path.is_dir() and find_directory(text) is not None):
         return text
@@ -225,7 +225,7 @@ def find_model(text: str) -> str:
 
 
 def model_places(name: str) -> list[Path]:
-    """The places in which runs of this name leave their models and checkpoints."""
+    """Return the folders in which runs of this name leave their models and checkpoints."""
     run = Path("finetune", name)
     return [Path("output", name), run / "model", Path("ckpt", name), run / "ckpt"]
 
@@ -238,7 +238,8 @@ def _has_model(path: Path) -> bool:
 
 def find_log(text: str) -> Path:
     """Find a log by its path, by its run's folder, or by its run's name: the newest log of this
-    name in logs/, or the log of the newest checkpoint in ckpt/NAME. DataError if there is none."""
+    name in logs/, or the log of the newest checkpoint in ckpt/NAME. Raises DataError if there is no
+    log."""
     path = Path(os.path.expanduser(text))  # Path.expanduser raises for an unknown user
     if os.path.lexists(path) and not path.is_dir():
         return path
@@ -262,7 +263,7 @@ def find_log(text: str) -> Path:
 
 
 def samples_path(log: Path) -> Path:
-    """The file beside the log of an `llmq rl` run that holds all its samples."""
+    """Return the path of the file beside the log of an `llmq rl` run that holds all samples."""
     return log.with_suffix(SAMPLES)
 
 
@@ -279,15 +280,14 @@ def find_samples(text: str) -> Path | None:
 
 
 def running_log() -> Path | None:
-    """The newest log in logs/ that a run is writing now; None if there is none."""
+    """Return the newest log in logs/ that a run is writing now; None if there is none."""
     logs = _logs_in(TrainConfig().normalized().log_file.parent)
     return next((p for p in sorted(logs, key=_modified, reverse=True) if has_writer(p)), None)
 
 
 def has_writer(path: Path) -> bool | None:
-    """True if the run that holds the log's lock is alive; None without a lock. A run on another
-    machine counts as alive if it wrote to the log less than RECENT seconds ago.
-    """
+    """Return True if the run that holds the log's lock is alive; None without a lock. A run on
+    another machine counts as alive if it wrote to the log less than RECENT seconds ago."""
     found = holder(lock_beside(path.resolve()))
     if found is None:
         return None
@@ -304,13 +304,13 @@ def has_writer(path: Path) -> bool | None:
 
 
 def is_written_here(path: Path) -> bool:
-    """True if a run on this machine is writing this log."""
+    """Return True if a run on this machine is writing this log."""
     found = holder(lock_beside(path.resolve()))
     return found is not None and found[1] == socket.gethostname() and bool(has_writer(path))
 
 
 def silence(path: Path) -> float:
-    """Seconds since the last write to a log."""
+    """Return the seconds since the last write to a log."""
     return time.time() - _modified(path)[0]
 
 
@@ -324,7 +324,8 @@ def _log_of_checkpoint(name: str) -> Iterator[Path]:
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    """The logs in a folder, including logs that a run began beside a replaced log (see JsonLog)."""
+    """Return the logs in a folder, including logs that a run began beside a replaced log (see
+    JsonLog)."""
     names = (f"{glob.escape(str(folder))}/{pattern}" for pattern in ("*.json", "*.json.new-*"))
     paths = (Path(path) for name in names for path in glob.glob(name))
     return [path for path in paths if has_records(path)]

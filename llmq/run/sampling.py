@@ -1,4 +1,4 @@
-"""Continue texts with a model, for `llmq sample` and for other callers."""
+"""Continues texts with a model, for `llmq sample` and for other callers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from llmq.text.tokenizer_id import check_recorded
 
 
 class Sampler(Closing):
-    """A model loaded for inference; `generator` continues texts with it."""
+    """A model loaded for inference, whose `generator` continues texts."""
 
     def __init__(
         self,
@@ -56,12 +56,13 @@ class Sampler(Closing):
         mark: Callable[[str], None] = lambda part: None,
     ):
         """fill: loads or initializes the weights. positions: tokens of the longest text. dtype:
-        format of weights and activations. slots: most texts at a time; halved while memory is too
-        small. base_dtype: format of the blocks' matrices, as in --base-dtype; None: dtype.
-        kv_dtype: format of keys and values, "e4m3"; None: dtype. mark: called with the name of
-        each part of the start when the part ends.
+        format of weights and activations. slots: most texts at a time; the number is halved while
+        memory is too small. base_dtype: format of the blocks' matrices, as in --base-dtype; None:
+        dtype. kv_dtype: format of keys and values, "e4m3"; None: dtype. mark: called with the name
+        of each part of the start when the part ends.
 
-        ConfigError for a model that predicts no tokens. LlmqError where the memory is too small.
+        Raises ConfigError for a model that predicts no tokens, and LlmqError if memory is too
+        small.
         """
         if config.num_labels:
             raise ConfigError("the model has a score head, which predicts no tokens")
@@ -78,7 +79,7 @@ class Sampler(Closing):
             try:
                 self.dev = machine.open(plan.sizes())
                 break
-            except LlmqError:  # too little memory: try with fewer texts
+            except LlmqError:  # too little memory: try again with fewer texts
                 if slots == 1:
                     raise
                 slots //= 2
@@ -91,8 +92,9 @@ class Sampler(Closing):
 
     @contextmanager
     def texts(self, requests: Sequence[Request]) -> Iterator[list[Iterator[int]]]:
-        """An iterator over the new ids of each text, without the id that ends the text. Reading one
-        text generates the others, too. The iterators are valid within the block."""
+        """Return an iterator over the new ids of each text, without the id that ends the text.
+        Reading one text generates the other texts, too. The iterators are valid within the
+        context."""
         queues: list[deque[NewToken]] = [deque() for _ in requests]
         with closing(self.generator.stream(requests)) as tokens:
 
@@ -122,9 +124,9 @@ def requests_of(
     stop: Collection[int | None] = (),
     **how: Any,
 ) -> list[Request]:
-    """Requests for `samples` samples of each prompt, ordered by prompt. seed: the seed from which
-    each sample's own seed follows. stop: ids that end a text, beside the config's. how: other
-    fields of `Request`."""
+    """Return requests for `samples` samples of each prompt, ordered by prompt. seed: the seed from
+    which each sample's own seed follows. stop: ids that end a text, besides the config's ids. how:
+    other fields of `Request`."""
     ends = frozenset([*stop, *config.eos_token_ids]) - {None}
     return [
         Request(ids, **how, seed=seed_of(seed, place, sample), stop=ends)
@@ -134,8 +136,8 @@ def requests_of(
 
 
 def seed_of(seed: int, *places: int) -> int:
-    """A request's own seed. seed: common seed of many requests. places: indices that identify the
-    request among them."""
+    """Return a request's own seed. seed: the common seed of many requests. places: indices that
+    identify the request among these requests."""
     return int(np.random.SeedSequence([seed, *places]).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -143,9 +145,10 @@ def seed_of(seed: int, *places: int) -> int:
 def open_model(
     model: str, adapter: Path | None = None
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
-    """Config, weight reader and tokenizer source of a model: a directory, a cached repository, a
-    checkpoint, the newest checkpoint of a directory, or adapters with their base model. adapter:
-    PEFT directory of adapters to add to the model. LlmqError if the model cannot be opened."""
+    """Yield config, weight reader and tokenizer source of a model: a directory, a cached
+    repository, a checkpoint, the newest checkpoint of a directory, or adapters with their base
+    model. adapter: PEFT directory of adapters to add to the model. Raises LlmqError if the model
+    cannot be opened."""
     is_checkpoint = checkpoint_at(Path(model)) is not None
     directory = find_directory(model)
     if adapter is None and directory is not None and (directory / ADAPTER_CONFIG).is_file():
@@ -171,7 +174,8 @@ def open_model(
                 f"checkpoint '{model}' does not know its tokenizer: `llmq export` it, and copy the "
                 "tokenizer's files into that directory"
             )
-        # Only llmq's exports record their tokenizer; other models may have fewer embeddings.
+        # Only llmq's exports record their tokenizer. Other models may have fewer embeddings than
+        # ids.
         if made is not None and not is_checkpoint:
             check_recorded(tokenizer, made, source.model.vocab_size, f"the model in '{tokenizer}'")
         is_bytes = isinstance(tokenizer, ByteTokenizer)
@@ -181,7 +185,7 @@ def open_model(
 
 
 def _check_model(model: str) -> None:
-    """ConfigError, which says what to give instead, unless a model of this name exists."""
+    """Raise ConfigError, with advice, unless a model of this name exists."""
     directory = find_directory(model)
     if directory is not None and (directory / "config.json").is_file():
         return
@@ -205,7 +209,8 @@ def _check_model(model: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling options, see `Request`. seed: the seed from which each sample's own seed follows."""
+    """Options of sampling, see `Request`. seed: the seed from which each sample's own seed
+    follows."""
 
     max_new_tokens: int = 200
     temperature: float = 0.8
@@ -220,11 +225,11 @@ class Sampling:
         samples: int,
         stop: Collection[int | None],
     ) -> list[Request]:
-        """requests_of() with these options."""
+        """Call requests_of() with these options."""
         return requests_of(config, prompts, samples, stop=stop, **asdict(self))
 
     def idle(self, num_samples: int) -> list[str]:
-        """Lines about options that have no effect together with the other options."""
+        """Return lines about options that have no effect together with the other options."""
         if self.temperature > 0:
             return []
         idle = {
@@ -244,10 +249,10 @@ def prompt_ids(
     flag: str = "--prompt",
     seq_len: int | None = None,
 ) -> list[int]:
-    """The ids of a prompt's text as input of the model, at least one. ConfigError for a prompt
-    that does not fit.
+    """Return the ids of a prompt's text as input of the model, at least one id. Raises ConfigError
+    for a prompt that does not fit.
 
-    flag: option that gave the text, for errors. seq_len: --seq-len of the run whose memory is
+    flag: the option that gave the text, for errors. seq_len: --seq-len of the run whose memory is
     used; None: no run.
     """
     ids = [*tokenizer.added[0], *tokenizer.encode(clean_text(prompt))] or [
@@ -280,8 +285,8 @@ def run_sample(
 ) -> None:
     """Print continuations of the prompt as they are generated, separated by lines of three dashes.
     chat: print replies to the prompt, or to each line of standard input. adapter: see open_model.
-    system: system message of the chat. chat_template: file of its template. verbose: print the
-    duration of each part of the start. how: fields of `Sampling`."""
+    system: system message of the chat. chat_template: file of the chat's template. verbose: print
+    the duration of each part of the start. how: fields of `Sampling`."""
     stages = Stages(printed=verbose)
     stages.mark("imports")
     for flag, value in (("--system", system), ("--chat-template", chat_template)):
@@ -331,8 +336,8 @@ def _say(
     ids: list[int],
     new: Iterator[int],
 ) -> None:
-    """Print the reply in a conversation, or without one the continued text. ids: ids of the
-    prompt. new: the generated ids."""
+    """Print the reply in a conversation, or the continued text if there is no conversation. ids:
+    ids of the prompt. new: the generated ids."""
     if talk is None:
         _show(prompt, streamed(tokenizer, ids if prompt else [], new))
     else:
@@ -340,7 +345,7 @@ def _say(
 
 
 def _show(prompt: str, pieces: Iterator[str]) -> None:
-    """Print a text while it is generated; print nothing if generating the first piece fails."""
+    """Print a text while it is generated. Print nothing if generating the first piece fails."""
     print_text(prompt + next(pieces, ""))
     try:
         for piece in pieces:
@@ -350,8 +355,8 @@ def _show(prompt: str, pieces: Iterator[str]) -> None:
 
 
 def clean_text(text: str | None) -> str | None:
-    """The text with U+FFFD in place of invalid bytes (from a shell) and of lone surrogates (from
-    JSON); warns if there are any."""
+    """Return the text with U+FFFD in place of invalid bytes (from a shell) and of lone surrogates
+    (from JSON). Warns if anything was replaced."""
     whole = text and mended(text)
     if whole != text:
         warn_once(f"bytes that are no text: U+FFFD stands for each in {whole!r}")
@@ -359,7 +364,8 @@ def clean_text(text: str | None) -> str | None:
 
 
 def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:
-    """ConfigError for a prompt that is too long, or has ids outside the model's vocabulary."""
+    """Raise ConfigError for a prompt that is too long, or has ids outside the model's
+    vocabulary."""
     if len(ids) >= config.max_positions:
         raise ConfigError(
             f"{flag}: it has {len(ids)} tokens, but the model has {config.max_positions} "
@@ -373,7 +379,7 @@ def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") ->
 
 
 def known_tokenizer(source: str | None) -> Tokenizer:
-    """The tokenizer of a run. LlmqError if it is unknown."""
+    """Return the tokenizer of a run. Raises LlmqError if the tokenizer is unknown."""
     if source is None:
         raise LlmqError(
             "it is not known which tokenizer made the training data, so there is no text of "
@@ -385,8 +391,8 @@ def known_tokenizer(source: str | None) -> Tokenizer:
 def ids_of(
     prompt: str | Sequence[int], tokenizer: Tokenizer | None, config: ModelConfig, seq_len: int
 ) -> list[int]:
-    """The ids of a caller's prompt (a text, or ids) in a run with this --seq-len. ConfigError for
-    a prompt that does not fit."""
+    """Return the ids of a caller's prompt (a text, or ids) in a run with this --seq-len. Raises
+    ConfigError for a prompt that does not fit."""
     if isinstance(prompt, str):
         return prompt_ids(tokenizer, config, prompt, seq_len=seq_len)
     ids = [index(id_) for id_ in prompt]
@@ -402,7 +408,8 @@ def ids_of(
 
 
 def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
-    """The token that stands for an empty prompt. ConfigError if the model has none."""
+    """Return the token that stands for an empty prompt. Raises ConfigError if the model has
+    none."""
     config = config.without_foreign_tokens()
     for token in (config.bos_token_id, config.eos_token_id):
         if token is not None:
@@ -415,7 +422,7 @@ POSITIONS = 4096  # most tokens of a typed conversation; fewer if the model has 
 
 
 class Conversation:
-    """The messages so far, and the chat template that turns messages into a prompt."""
+    """Holds the messages so far, and the chat template that turns messages into a prompt."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, system: str | None) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -426,16 +433,16 @@ class Conversation:
             self.messages.append({"role": "system", "content": system})
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """The ids of messages, up to the beginning of the next reply. LlmqError if the template
-        refuses the messages."""
+        """Return the ids of messages, up to the beginning of the next reply. Raises LlmqError if
+        the template refuses the messages."""
         return self.process.call(_prompt, self.template, messages, tools)
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of messages. LlmqError: see `prompt`."""
+        """Return the text of messages. Raises the errors of `prompt`."""
         return self.process.call(_text, self.template, messages, add_generation_prompt)
 
     def ask(self, text: str) -> list[int]:
-        """Add a user's message; return the prompt of the reply. LlmqError: see `prompt`."""
+        """Add a user's message; return the prompt of the reply. Raises the errors of `prompt`."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.prompt(messages)
         self.messages = messages
@@ -475,8 +482,8 @@ def _text(
 def conversation(
     tokenizer: Tokenizer, given: str | None, system: str | None = None
 ) -> Conversation | None:
-    """A conversation with the chat template of the file `given`, or with the tokenizer's; None if
-    there is no template."""
+    """Return a conversation with the chat template of the file `given`, or with the tokenizer's
+    template if `given` is None. Returns None without any template."""
     template = process_of(tokenizer).call(load_chat_template, given)
     return template and Conversation(template, tokenizer, clean_text(system))
 
@@ -484,8 +491,8 @@ def conversation(
 def begin_chat(
     model: str, tokenizer: Tokenizer, system: str | None, given: str | None
 ) -> Conversation:
-    """A conversation with the model of this name. given: file of a chat template; None: the
-    tokenizer's template. ConfigError if there is none."""
+    """Return a conversation with the model of this name. given: file of a chat template; None: the
+    tokenizer's template. Raises ConfigError if there is no template."""
     talk = conversation(tokenizer, given, system)
     if talk is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checkpoints that threads write while training goes on (--ckpt-background)."""
+"""Checkpoints that threads write while training continues (--ckpt-background)."""
 
 import signal
 import threading
@@ -19,26 +19,27 @@ from llmq.runtime.world import Outcome, World
 from llmq.state.pieces import SlabPiece
 
 THREADS = 8  # threads that write files of one process
-PAUSE = 0.01  # seconds between checks that a copy is complete
+PAUSE = 0.01  # seconds between checks whether a copy is complete
 POLL = 0.1  # seconds between signs of life of a waiting caller
 PATIENCE = 4.0  # seconds to finish a copy after the run has failed
 
 
 class Tidied(NamedTuple):
     """The result of deleting old checkpoints. removed: number of deleted checkpoints. problem: why
-    the newest one could not be read back, in which case none was deleted; else None."""
+    the newest checkpoint could not be read back, after which no checkpoint was deleted; else
+    None."""
 
     removed: int
     problem: str | None = None
 
 
 Tidy = Callable[[World], Tidied]
-"""Function that reads the newest checkpoint back and deletes old ones; the processes of the world
-call it together."""
+"""Function that reads the newest checkpoint back and deletes old checkpoints. All processes of the
+world call this function together."""
 
 
 class Written(NamedTuple):
-    """The outcome of the threads for the checkpoint of a step. tidied: result of deleting old ones,
+    """The outcome of writing the checkpoint of a step. tidied: result of deleting old checkpoints,
     or the error that prevented the checkpoint. seconds: duration since the copy began."""
 
     step: int
@@ -47,16 +48,16 @@ class Written(NamedTuple):
 
 
 class _GivenUp(Exception):
-    """Raised in the thread when the checkpoint is not wanted any more."""
+    """Raised in the thread when nobody wants the checkpoint any more."""
 
 
 class BackgroundWriter:
-    """Writes a checkpoint while training goes on; one at a time.
+    """Writes one checkpoint at a time while training continues.
 
-    A thread of each process copies, hashes and writes the files of its ranks. Then a thread of the
-    first process commits, reads back and deletes; with one process the same thread does so at once.
-    Threads call nothing of MPI: processes meet in `ended`, between two steps. All processes call
-    all methods but `stop` alike.
+    A thread of each process copies, hashes and writes the files of its ranks. Afterwards a thread
+    of the first process commits, reads back and deletes; a run of one process uses the same thread
+    for all. Threads make no MPI calls: processes exchange results in `ended`, between two steps.
+    All processes make the same calls, except of `stop`.
     """
 
     def __init__(self, ranks: Ranks, directory: Path):
@@ -64,12 +65,13 @@ class BackgroundWriter:
         self._ranks, self._world, self._directory = ranks, ranks.world, directory
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
-        self._commit: Callable[[list[FileEntry]], Tidied] | None = None  # call once files are done
+        self._commit: Callable[[list[FileEntry]], Tidied] | None = None  # called after writing
         self._given_up = self._copied = False
         self._step, self._start = 0, 0.0
 
     def save(self, step: int, manifest: Manifest, tidy: Tidy) -> None:
-        """Begin to write a checkpoint of this moment. tidy: function to call after the commit."""
+        """Begin to write a checkpoint of the present state. tidy: function to call after the
+        commit."""
         self._step, self._start, self._copied = step, time.monotonic(), False
         self._ranks.run("copying the state", lambda rank: rank.step.snapshot.take())
 
@@ -85,7 +87,8 @@ class BackgroundWriter:
 
     def _begin(self, work: Callable[[], Any]) -> None:
         def run() -> None:
-            # The main thread handles signals: they must interrupt the call in which it waits.
+            # Signals must interrupt the main thread's waiting call, so this thread blocks all
+            # signals.
             signal.pthread_sigmask(signal.SIG_BLOCK, {*ending_signals(), signal.SIGUSR1})
             try:
                 self._outcome = Outcome(work(), None)
@@ -101,7 +104,7 @@ class BackgroundWriter:
         return CheckpointWriter(self._directory, self._step, rank, self._world.size)
 
     def _write(self) -> list[FileEntry]:
-        """Write the files of this process's ranks from the copies of their state."""
+        """Write the files of this process's ranks from the snapshots of the ranks' state."""
         snapshots = self._ranks.snapshots
         while not all(snapshot.is_done() for snapshot in snapshots.values()):
             self._look()
@@ -141,8 +144,8 @@ class BackgroundWriter:
     # -- between two steps -----------------------------------------------------------------------
 
     def ended(self, *, wait: bool = False) -> Written | None:
-        """The outcome of the threads; None if they still work, or if there are none. Raises their
-        errors, except for disk errors. wait: wait for the outcome."""
+        """Return the outcome of the threads; None if a thread still works, or if there is no
+        thread. Raises a thread's error unless it is a disk error. wait: wait for the outcome."""
         while self._thread is not None and self._all_have(wait):
             self._thread, commit, self._commit = None, self._commit, None
             try:
@@ -161,21 +164,22 @@ class BackgroundWriter:
         return None
 
     def _value(self) -> Any:
-        """The value that this process's thread has returned; raises the thread's error."""
+        """Return the value that this process's thread has returned; raise the thread's error."""
         if self._outcome.error is not None:
             raise self._outcome.error
         return self._outcome.value
 
     def _all_have(self, wait: bool) -> bool:
-        """True if the threads of all processes have ended."""
+        """Return True if the threads of all processes have ended."""
         while wait and self._thread.is_alive():
             self._thread.join(POLL)
             self._ranks.pool.beat()
         return all(self._world.gather(not self._thread.is_alive()))
 
     def stop(self, *, give_up: bool) -> None:
-        """Wait for this process's thread, before its memory is freed. give_up: discard the
-        checkpoint; this also happens if its copy does not end within PATIENCE."""
+        """Wait for this process's thread, before the memory that the thread reads is freed.
+        give_up: discard the checkpoint. A copy that does not end within PATIENCE discards the
+        checkpoint, too."""
         if self._thread is None:
             return
         end = time.monotonic() + PATIENCE

@@ -1,4 +1,4 @@
-"""Scores of token files by a trainer's model: the log-probability of each trained token."""
+"""Scores of token files by a trainer's model. A score is the log-probability of a trained token."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +20,18 @@ from llmq.data.tokens import TokenFile
 from llmq.run.ranks import Rank, Ranks
 from llmq.runtime.mesh import DATA
 
-# A model that only scores may be stored in any format, and be streamed.
+# A model that only scores may be stored in any format, and may be streamed from the host.
 SCORED = {
     **{"only_scores": True, "recompute_block": True, "grad_accumulation": 1},
     **{"packing": "best-fit"},
     **{"eval_file": "none", "ckpt_interval": 0, "save_training_state": False},
 }
 """Options of a run that scores, by field."""
-SAVE_SECONDS = 30.0  # seconds between saved states: the most that an interruption costs
+SAVE_SECONDS = 30.0  # seconds between saved states, and so the most that an interruption costs
 ROUNDS = 8  # batches of each rank that are computed before their scores are written
 
 Report = Callable[[int], None]
-"""Function that is called with the number of scored tokens of all files."""
+"""Function that is called with the number of tokens scored so far in all files."""
 
 
 def score_files(
@@ -51,9 +51,8 @@ def score_files(
     out. model: identity of the weights. top_k: number of likeliest tokens to write at each
     position, for distillation; 0: log-probabilities of the tokens. separator: see
     DocumentIndex.read. overwrite: replace existing files. replace_others: replace files of another
-    model or other data. Unfinished files are continued. DataError for other existing scores, and
-    for two token files with one name; LlmqError for predictions that are not finite.
-    """
+    model or other data. Unfinished files are continued. Raises DataError for other existing scores,
+    and for two token files with one name. Raises LlmqError for predictions that are not finite."""
     paths = [scores_path(folder, file.path) for file in files]
     if len({*paths}) < len(paths):
         raise DataError(f"two of the token files have one name, which '{folder}' cannot hold")
@@ -61,7 +60,7 @@ def score_files(
     seq_len = ranks.first.step.inputs.tokens.shape[1]
     before = 0
     for file, path in zip(files, paths, strict=True):
-        opened: list[ScoreWriter] = []  # the file's writer, on the first process only
+        opened: list[ScoreWriter] = []  # the file's writer, on the first process
 
         def open_writer(file: TokenFile = file, path: Path = path, to: list = opened) -> int:
             scored = Scored.of(file, model, seq_len, top_k)
@@ -83,8 +82,8 @@ def score_files(
 
 
 class _Scoring:
-    """The scoring of one file. Rows hold the file's units (pieces of documents, or pairs) in the
-    order of the file."""
+    """Scores one file. Rows are sequences of the file's units (pieces of documents, or pairs), in
+    the order of the file."""
 
     def __init__(
         self, ranks: Ranks, file: TokenFile, separator: int | None, top_k: int, report: Report
@@ -95,8 +94,8 @@ class _Scoring:
         self.rows = [*_rows(self.units.length, self.T)]
 
     def run(self, writer: ScoreWriter | None, done: int, before: int) -> None:
-        """Score all units from number `done` on. writer: writer on the first process, None on
-        others. before: number of tokens in earlier files."""
+        """Score all units from unit `done` on. writer: the writer on the first process, None on
+        other processes. before: number of tokens in earlier files."""
         first = next((i for i, row in enumerate(self.rows) if row.start >= done), len(self.rows))
         each = ROUNDS * self.B * self.ranks.first.dev.mesh.size(*DATA)
         saved = time.monotonic()
@@ -118,8 +117,8 @@ class _Scoring:
                 writer.suspend()
 
     def _computed(self, rows: Sequence[slice]) -> list[np.ndarray]:
-        """Scores of each batch of rows, on all processes: F32 (B, T), or with top_k
-        (B, T, 2 top_k)."""
+        """Return scores of each batch of rows, on all processes: F32 (B, T) for B rows of T tokens,
+        or with top_k (B, T, 2 top_k)."""
         batches = [rows[i : i + self.B] for i in range(0, len(rows), self.B)]
 
         def work(rank: Rank, _: int, batch: Batch) -> np.ndarray:
@@ -166,8 +165,8 @@ def _units(file: TokenFile, separator: int | None, seq_len: int) -> Pieces:
 
 
 def _rows(lengths: np.ndarray, seq_len: int) -> Iterator[slice]:
-    """Yield the units of each row as a slice: as many consecutive units as fit into seq_len
-    tokens. lengths: tokens of each unit."""
+    """Yield the units of each row as a slice: as many consecutive units as fit into seq_len tokens.
+    lengths: tokens of each unit."""
     first, used = 0, 0
     for number, length in enumerate(lengths.tolist()):
         if used + length > seq_len:

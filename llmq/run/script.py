@@ -1,4 +1,4 @@
-"""llmq.Trainer: the Trainer for users' programs. It can also make the run of `llmq train`, as a
+"""llmq.Trainer, the Trainer for users' programs, which can also make the run of `llmq train`, as a
 whole or step by step."""
 
 import gc
@@ -32,13 +32,14 @@ class Trainer(trainer.Trainer):
                 print(step.step, step.result.loss)
 
     Keyword arguments are the options of `llmq train`, with underscores; loss may also be a subclass
-    of `llmq.ArrayLoss`. Options, files and memory that do not work raise LlmqError before anything
-    is allocated. Each GPU (gpus=...) has a thread, driven by the calling thread; an error in one
-    thread stops all.
+    of `llmq.ArrayLoss`. Unsuitable options or files and too little memory raise LlmqError before
+    any allocation. Each GPU (gpus=...) has a thread, driven by the calling thread; an error stops
+    all threads.
 
-    `train` and iteration make the run of `llmq train`: its validations, checkpoints, log, guard and
-    export, with its lines or its live view, in a notebook too. `step` makes one optimizer step and
-    nothing else, for a user's own loop. Attributes: see `llmq.run.trainer.Trainer`.
+    `train` and iteration make the run of `llmq train`, with validations, checkpoints, log, guard
+    and export. Console lines or the live view appear as in `llmq train`, also in a notebook. `step`
+    makes one optimizer step and nothing else, for a user's own loop. Attributes: see
+    `llmq.run.trainer.Trainer`.
     """
 
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
@@ -49,20 +50,21 @@ class Trainer(trainer.Trainer):
         super().__init__(callbacks=callbacks, **options)
 
     def train(self) -> None:
-        """Make the run, or finish the run of an iteration; afterwards the model is in --out-dir.
+        """Make the run, or finish a run that iteration began. Afterwards the model is in --out-dir.
 
-        LlmqError if --out-dir, --checkpoint-dir or --log-file cannot be written, or has files of
-        another run. A signal saves a checkpoint and raises `llmq.base.signals.Interrupted`; the end
-        of --max-hours saves one and raises OutOfTime.
+        Raises LlmqError if --out-dir, --checkpoint-dir or --log-file cannot be written, or hold
+        files of another run. A signal saves a checkpoint and raises
+        `llmq.base.signals.Interrupted`; the end of --max-hours saves a checkpoint and raises
+        OutOfTime.
         """
         self._steps = self._steps or self._run(ahead=True)
         for _ in self._steps:
             pass
 
     def sample(self, prompt: str = "", **how: Any) -> str:
-        """The prompt and its continuation by the current weights, together at most --seq-len
-        tokens. In fp32 the text equals that of `llmq sample` with an export. how: fields of
-        `sampling.Sampling`. LlmqError for a too long prompt, or an unknown tokenizer."""
+        """Return the prompt and its continuation by the current weights, together at most --seq-len
+        tokens. In fp32 the text equals the text of `llmq sample` with an export. how: fields of
+        `sampling.Sampling`. Raises LlmqError for too long a prompt, or an unknown tokenizer."""
         ((made,),) = self.generate([prompt], **asdict(Sampling(**how)))
         tokenizer, model = known_tokenizer(self.tokenizer), self._generating_model
         return prompt + continuation(
@@ -70,17 +72,17 @@ class Trainer(trainer.Trainer):
         )
 
     def __iter__(self) -> Iterator[StepDone]:
-        """Yield each step of the run when its result is known; no later step has changed the
-        weights yet.
+        """Yield each step of the run when its result is known, before a later step changes the
+        weights.
 
         After a `break` the next `for` goes on with the run. After the last step the run ends as in
-        `train`, whose errors it may raise.
+        `train`, and may raise the errors of `train`.
         """
         self._steps = self._steps or self._run(ahead=False)
         return self._steps
 
     def _run(self, *, ahead: bool) -> Iterator[StepDone]:
-        """The steps of the run. ahead: see `Loop`."""
+        """Yield the steps of the run. ahead: see `Loop`."""
         config, checkpoint = self.config, self.loaded
         try:
             with ExitStack() as stack:
@@ -98,12 +100,12 @@ class Trainer(trainer.Trainer):
                 )  # fmt: skip
                 loop.ahead, steps = ahead, loop.steps()
                 while True:
-                    with loop.requests.noted():  # the caller's code gets signals as usual
+                    with loop.requests.noted():  # the caller's code gets signals
                         step = next(steps, None)
                     if step is None:
                         break
                     yield step
-        except GeneratorExit:  # from `close`, which itself calls the callbacks' on_end
+        except GeneratorExit:  # `close` ends this generator, and itself calls on_end
             raise
         except BaseException as error:
             self.tell_end(error)
@@ -111,14 +113,14 @@ class Trainer(trainer.Trainer):
         self.tell_end()
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
-        """`llmq.run.trainer.Trainer.load`; LlmqError after the first step."""
+        """Call `llmq.run.trainer.Trainer.load`; raise LlmqError after the first step."""
         if self._steps is not None:
             raise LlmqError("load(): the run has begun: load before train() and iteration")
         return super().load(path, new_data=new_data)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run, stop the threads, and free the devices and all memory. error: why the run
-        ends."""
+        ends, or None."""
         try:
             with ExitStack() as stack:
                 stack.callback(super().close, error)

@@ -1,7 +1,6 @@
-"""Sensors of a process's GPUs or CPUs, and a run's reports of their readings. A thread reads the
-sensors once a second into plain attributes, so that the run takes no lock and never waits. A
-driver that hangs stops only this thread.
-"""
+"""Sensors of a process's GPUs or CPUs, and a run's reports of the readings. A thread reads the
+sensors once a second into plain attributes; the run takes no lock and never waits. A driver that
+hangs stops only this thread."""
 
 import sys
 import threading
@@ -22,7 +21,7 @@ from llmq.runtime.nvml import NO_REASON, UNSUPPORTED, NvmlGpu, find_gpu, load_nv
 from llmq.runtime.world import World
 
 INTERVAL = 1.0  # seconds between two rounds of readings
-PATIENCE = 2.0  # seconds that the end of a run waits for a driver that does not answer
+PATIENCE = 2.0  # seconds for which the end of a run waits for a driver that does not answer
 _CAPS = ("power cap", "thermal cap", "other cap")
 
 # Readings whose mean and maximum over a window become the fields NAME and NAME_max.
@@ -31,12 +30,12 @@ _MEANS = (
     *("util", "memory_used"),
 )
 _NO_MAX = ("fan",)
-_LEAST = "dram_free"  # free memory, with mean and minimum: dram_free and dram_free_min
+_LEAST = "dram_free"  # free memory, with mean and minimum as dram_free and dram_free_min
 
 
 class Window:
-    """The samples since the last record: their means and extremes. UNSUPPORTED samples do not
-    count; the mean of only such samples is UNSUPPORTED."""
+    """Means and extremes of the samples since the last record. UNSUPPORTED samples do not count;
+    the mean of only such samples is UNSUPPORTED."""
 
     def __init__(self) -> None:
         self._values: defaultdict[str, list[int]] = defaultdict(list)
@@ -47,7 +46,7 @@ class Window:
 
     def add(self, sample: dict[str, Any]) -> dict[str, Any]:
         """Take one more sample. Returns the window's record so far, in the units of the sample:
-        means, extremes (`_max`, `_min`), and for other fields the last value."""
+        means, extremes (`_max`, `_min`), and the last value of other fields."""
         self._samples += 1
         found = {name: value for name, value in sample.items() if name not in ("reasons", "xid")}
         for name in (*_MEANS, _LEAST):
@@ -69,10 +68,9 @@ class Window:
         return found if name in _NO_MAX else found | {extreme: most(values, default=UNSUPPORTED)}
 
     def _held_down(self, bits: int) -> dict[str, Any]:
-        """Count a sample's bits of throttle reasons, and return fields. throttle: the most frequent
-        kind, as llm.q names it. throttled: percentage of samples with the clock held down while
-        the GPU worked. reasons: percentage of samples by reason.
-        """
+        """Count a sample's bits of throttle reasons, and return the fields of the record. throttle:
+        the most frequent kind, as llm.q names it. throttled: percentage of samples with the clock
+        held down while the GPU worked. reasons: percentage of samples by reason."""
         if bits != UNSUPPORTED:
             found = reason(bits)
             self._kinds["no cap" if found is None else found.kind] += 1
@@ -88,10 +86,10 @@ class Window:
 
 
 class Sensor:
-    """One source and its samples. The thread replaces the dicts `newest` and `summary`, and never
-    changes them. name: name in messages. card: name of the GPU. index: CUDA's number of the GPU;
-    None: no GPU. newest: the last sample. summary: record of the window. Both are {} before the
-    first sample. at: time.monotonic() of the last sample."""
+    """A source of readings and its samples. The thread replaces the dicts `newest` and `summary`,
+    and never changes a dict. name: name in messages. card: name of the GPU. index: CUDA's number of
+    the GPU; None: no GPU. newest: the last sample, {} before the first. summary: record of the
+    window, {} before the first sample. at: time.monotonic() of the last sample."""
 
     def __init__(self, source: NvmlGpu | HostUsage, name: str, index: int | None = None):
         self.source, self.name, self.index = source, name, index
@@ -109,14 +107,14 @@ class Sensor:
         sample = self.source.read()
         if self._taken:
             self._window, self._taken = Window(), False
-        if not self.newest:  # samples before the run do not count
+        if not self.newest:  # samples from before the run do not count
             self._uncorrected = max(sample.get("ecc_uncorrected", 0), 0)
         self.summary = self._window.add(sample)
         self.newest, self.at = sample, time.monotonic()
         news.extend(self.faults(sample))
 
     def faults(self, sample: dict[str, Any]) -> list[str]:
-        """Lines about new errors in a sample."""
+        """Return lines about new errors in a sample."""
         lines = [f"{self.name}: {xid_text(xid)}" for xid in sample.get("xid", [])]
         count = sample.get("ecc_uncorrected", UNSUPPORTED)
         if count > self._uncorrected:
@@ -130,25 +128,23 @@ class Sensor:
         return lines
 
     def errors(self) -> list[str]:
-        """Read a GPU's errors now; return lines about new ones."""
+        """Read a GPU's errors now; return lines about new errors."""
         return self.faults(self.source.read_errors())
 
     def take(self) -> dict[str, Any]:
-        """The summary of the samples since the last call; the next sample begins a new window.
-        Without a new sample, the last window's summary again.
-        """
+        """Return the summary of the samples since the last call; the next sample begins a new
+        window. If there is no new sample, return the last window's summary again."""
         summary = self.summary
         self._taken = True
         return summary if self.index is None else {"id": self.index, **summary}
 
 
 class Sensors:
-    """Sensors of a process's GPUs, by rank, or one of its CPUs; None for a GPU without readings.
-    news: lines about errors, which `take_news` removes.
-    """
+    """Reads the sensors of a process's GPUs, by rank, or one sensor of all CPUs. sensors: None for
+    a GPU without readings. news: lines about errors, which `take_news` removes."""
 
     def __init__(self, sensors: Sequence[Sensor | None], interval: float | None = INTERVAL):
-        """interval: seconds between rounds of readings; None: nothing is read."""
+        """interval: seconds between rounds of readings; None: sensors are never read."""
         self.sensors = list(sensors)
         self.news: deque[str] = deque()
         self._told: list[str] = []
@@ -163,16 +159,16 @@ class Sensors:
 
     @property
     def sources(self) -> list[Any]:
-        """The NvmlGpu of each rank, which can be queried at any time; None without a GPU."""
+        """Return the NvmlGpu of each rank, which can be queried at any time; None without a GPU."""
         gpus = [sensor and sensor.source for sensor in self.sensors]
         return [gpu if isinstance(gpu, NvmlGpu) else None for gpu in gpus]
 
     def take(self) -> list[dict[str, Any] | None]:
-        """The result of Sensor.take for each rank; None without a sensor."""
+        """Return the result of Sensor.take for each rank; None without a sensor."""
         return [sensor and sensor.take() for sensor in self.sensors]
 
     def take_news(self) -> list[str]:
-        """The news since the last call."""
+        """Return the news since the last call."""
         lines = []
         while self.news:
             lines.append(self.news.popleft())
@@ -180,8 +176,8 @@ class Sensors:
         return lines
 
     def last_words(self) -> list[str]:
-        """Read all GPUs' errors once more, and return all known errors: one may be the cause of the
-        run's failure."""
+        """Read all GPUs' errors once more, and return all known errors. An error may be the cause
+        of the run's failure."""
         for sensor in self.sensors if self._thread is not None else []:
             if sensor is not None and isinstance(sensor.source, NvmlGpu):
                 self.news.extend(sensor.errors())
@@ -189,8 +185,8 @@ class Sensors:
         return list(dict.fromkeys(self._told))
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Stop the thread. A thread that waits for a driver for more than `patience` seconds is
-        left alone."""
+        """Stop the thread. A thread that waits for a driver for more than `patience` seconds keeps
+        running."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(patience)
@@ -215,7 +211,8 @@ class Sensors:
 
 
 def open_sensors(devices: Sequence[Device], interval: float | None = INTERVAL) -> Sensors:
-    """Sensors of the devices' GPUs, or one sensor of all CPUs. Without NVML a GPU has no sensor."""
+    """Return sensors of the devices' GPUs, or a sensor of all CPUs. Without NVML a GPU has no
+    sensor."""
     if devices[0].kind != "cuda":
         return Sensors([Sensor(HostUsage(), "CPU")], interval)
     return Sensors([_sensor_of(dev) for dev in devices], interval)
@@ -234,32 +231,34 @@ def _sensor_of(dev: Device) -> Sensor | None:
     return Sensor(gpu, f"GPU {dev.mesh.rank}", dev.index)
 
 
-RECENT = 20  # number of steps over which the live view averages waits
+RECENT = 20  # number of steps over which the live view averages waiting times
 
 
 class Waits:
-    """The time that each rank waits for other ranks: means since the last record, and means over
-    the last RECENT steps."""
+    """Averages the time that each rank waits for other ranks: since the last record, and over the
+    last RECENT steps."""
 
     def __init__(self, world_size: int):
         self._sums, self._count = [0.0] * world_size, 0
         self._recent: deque[tuple[tuple[float, ...], float]] = deque(maxlen=RECENT)
 
     def add(self, result: Result, ms: float) -> None:
-        """Add a step of `ms` milliseconds."""
+        """Add the waits of a step of `ms` milliseconds."""
         if result.waits:
             self._sums = [a + b for a, b in zip(self._sums, result.waits, strict=True)]
             self._count += 1
             self._recent.append((result.waits, ms))
 
     def take(self) -> list[float | None]:
-        """Mean wait per step since the last call, in ms, by rank; None without such steps."""
+        """Return the mean wait per step since the last call, in ms, by rank; None without measured
+        steps."""
         found = [total / self._count if self._count else None for total in self._sums]
         self._sums, self._count = [0.0] * len(self._sums), 0
         return found
 
     def shares(self) -> list[float | None]:
-        """The fraction of the last RECENT steps that each rank has waited; None if unknown."""
+        """Return the fraction of the last RECENT steps that each rank has waited; None if
+        unknown."""
         recent = list(self._recent)
         total = sum(ms for _, ms in recent)
         if total <= 0:
@@ -269,7 +268,7 @@ class Waits:
 
 
 class Sensing(Callback):
-    """A run's sensors, and reports of their readings."""
+    """Holds a run's sensors, and reports the sensors' readings."""
 
     def __init__(self, devices: Sequence[Device], world: World, reporter: Reporter, every: int):
         """devices: the devices of this process's ranks. every: steps between reports
@@ -280,7 +279,7 @@ class Sensing(Callback):
 
     @property
     def panel(self) -> Panel | None:
-        """The panel of the live view; None if this process has no sensors."""
+        """Return the panel of the live view; None if this process has no sensors."""
         return Panel(self._rows) if any(self.sensors.sensors) else None
 
     def on_step(self, step: StepDone) -> None:
@@ -292,7 +291,7 @@ class Sensing(Callback):
             self._tell(step.step, self.sensors.take_news())
 
     def on_end(self, end: RunEnd) -> None:
-        """Stop the sensors. Add the errors of GPUs to the run's error, as they may be its cause."""
+        """Stop the sensors. Add the errors of GPUs, as possible causes, to the run's error."""
         if isinstance(end.error, LlmqError):
             end.error.details += tuple(self.sensors.last_words())
         elif isinstance(end.error, Exception):
@@ -305,8 +304,8 @@ class Sensing(Callback):
             self._reporter.message(f"WARNING: {line}", step)
 
     def _report(self, step: int) -> None:
-        """Report the readings of all processes: a record for each GPU, or for each machine's
-        CPUs."""
+        """Report the readings of all processes: a record for each GPU, or for the CPUs of each
+        machine."""
         waits, seen = self.waits.take(), set()
         own = (self.sensors.take(), self.sensors.take_news())
         for index, (summaries, news) in enumerate(self._world.gather(own)):
@@ -317,7 +316,7 @@ class Sensing(Callback):
             self._tell(step, news)
             first = sum(self._world.counts[:index])
             for rank, summary in enumerate(summaries, first):
-                if summary is None or summary.get("util") == UNSUPPORTED:  # no use of CPUs yet
+                if summary is None or summary.get("util") == UNSUPPORTED:  # CPU use is unknown yet
                     continue
                 kind = "cpu" if "util" in summary else "gpu"
                 if kind == "cpu" and machine in seen:
@@ -330,7 +329,7 @@ class Sensing(Callback):
                 self._reporter.sensors(kind, step, rank, fields, label, record_line(fields))
 
     def _rows(self) -> list[Row]:
-        """The live view's rows of this process. The thread that draws calls this method."""
+        """Return the live view's rows of this process. The drawing thread calls this method."""
         shares, first = self.waits.shares(), self._world.base
         return [
             row_of(sensor, rank, shares[rank])
@@ -340,7 +339,7 @@ class Sensing(Callback):
 
 
 def row_of(sensor: Sensor, rank: int, waits: float | None = None) -> Row:
-    """A sensor as a row of the live view. waits: see Row."""
+    """Return a sensor as a row of the live view. waits: see Row."""
     source, age = sensor.source, time.monotonic() - sensor.at
     if isinstance(source, HostUsage):
         return Row(label="CPU", sample=sensor.newest)

@@ -1,8 +1,8 @@
 """`llmq serve`: a model behind the HTTP interface of OpenAI's completions and chat completions.
 
-    POST /v1/chat/completions     messages -> replies, with `stream` as server-sent events
-    POST /v1/completions          prompts -> continuations, the same
-    GET  /v1/models, /health
+  POST /v1/chat/completions   messages -> replies, with `stream` as server-sent events
+  POST /v1/completions        prompts -> continuations, with `stream` as server-sent events
+  GET  /v1/models, /health
 
 One thread uses the device (`Engine`). Each text has a queue of new tokens, which a thread of the
 server reads, so that a slow client delays only its own texts. Every field of a request has a bound.
@@ -45,8 +45,8 @@ MOST_WAITING = 1024  # most texts of all requests together; further requests get
 
 
 class Text:
-    """A text that the engine continues. tokens: tokens that were read. queue: tokens that wait to
-    be read."""
+    """A text that the engine continues. tokens: the tokens read from the queue so far. queue:
+    tokens that nobody has read yet."""
 
     def __init__(self, request: Request, engine: Engine):
         self.request, self._engine = request, engine
@@ -55,8 +55,8 @@ class Text:
         self.finish: str | None = None
 
     def ids(self) -> Iterator[int]:
-        """Yield the new ids as they come, without the id that ends the text. LlmqError if the
-        engine fails."""
+        """Yield the new ids as the engine generates ids, without the id that ends the text. Raises
+        LlmqError if the engine fails."""
         while self.finish is None:
             token = self.queue.get()
             if isinstance(token, Exception):
@@ -88,8 +88,8 @@ class Engine:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> list[Text]:
-        """Queue requests; returns their texts, which begin as soon as there is room. Refused (429)
-        if too many texts wait already."""
+        """Queue requests. Returns the texts of the requests, which begin as soon as there is room.
+        Raises Refused (429) if too many texts wait already."""
         texts = [Text(request, self) for request in requests]
         with self._changed:
             if self.error is not None or self._closed:
@@ -130,8 +130,8 @@ class Engine:
                 text.queue.put(ended)
 
     def _next(self) -> bool:
-        """Wait while there is no text; add new texts to the generator and remove dropped ones.
-        Returns False once the engine is closed."""
+        """Wait while there is no text; then add new texts to the generator, and remove dropped
+        texts. Returns False once the engine is closed."""
         with self._changed:
             while not (self._closed or self._running or self._new):
                 self._changed.wait()
@@ -147,10 +147,10 @@ class Engine:
 
 
 class Service:
-    """Answers requests with a model.
+    """Answers requests by means of a model.
 
     name: name of the model in answers. chat: a conversation without messages; None: the tokenizer
-    has no chat template. positions: most tokens of a text, prompt included.
+    has no chat template. positions: most tokens of a text, including the prompt.
     """
 
     def __init__(
@@ -164,7 +164,8 @@ class Service:
     # -- requests --------------------------------------------------------------------------------
 
     def asked(self, body: Any, *, chat: bool) -> Asked:
-        """Check and convert the body of a request. Refused (400) names the wrong field."""
+        """Check and convert the body of a request. Raises Refused (400), which names the wrong
+        field."""
         if not isinstance(body, dict):
             raise Refused(400, f"the body must be an object, is {short(body)}")
         fields = CHAT if chat else TEXT
@@ -235,7 +236,8 @@ class Service:
         return [self.chat.prompt(messages, values["tools"])]
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
-        """The ids of each prompt. prompt: a text, a list of ids, or a list of such prompts."""
+        """Return the ids of each prompt. prompt: a text, a list of ids, or a list of such
+        prompts."""
         if prompt is None:
             raise Refused(400, "prompt: is missing")
         if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
@@ -256,15 +258,15 @@ class Service:
     # -- replies ---------------------------------------------------------------------------------
 
     def pieces(self, text: Text, stops: Sequence[str]) -> Iterator[str]:
-        """Yield the characters of a text as they are generated, up to a stop string. The engine
-        stops the text when the reader stops reading."""
+        """Yield the characters of a text as they are generated, up to a stop string. When the
+        reader stops reading, the engine stops the text."""
         try:
             yield from until(streamed(self.tokenizer, text.request.prompt, text.ids()), stops)
         finally:
             text.end()
 
     def whole(self, texts: list[Text], asked: Asked, *, chat: bool) -> dict[str, Any]:
-        """The body of an answer without `stream`."""
+        """Return the body of an answer without `stream`."""
         choices = []
         for index, text in enumerate(texts):
             content = "".join(self.pieces(text, asked.stops))
@@ -276,7 +278,7 @@ class Service:
         return self._head(kind) | {"choices": choices, "usage": usage(texts, asked)}
 
     def events(self, texts: list[Text], asked: Asked, *, chat: bool) -> Iterator[str]:
-        """Yield the server-sent events of an answer with `stream`, one choice after the other."""
+        """Yield the server-sent events of an answer with `stream`, choice by choice."""
         head = self._head("chat.completion.chunk" if chat else "text_completion")
 
         def event(**fields: Any) -> str:
@@ -319,7 +321,7 @@ class Service:
         return {"index": index, **said, "logprobs": None, "finish_reason": finish}
 
     def _logprobs(self, tokens: Sequence[NewToken], *, chat: bool) -> dict[str, Any]:
-        """The log-probabilities of generated tokens, in the form of chat completions or of
+        """Return the log-probabilities of generated tokens, in the form of chat completions or of
         completions."""
         texts = [self.tokenizer.decode([token.id]) for token in tokens]
         values = [token.logprob for token in tokens]
@@ -333,12 +335,12 @@ class Service:
 
 
 def usage(texts: list[Text], asked: Asked) -> dict[str, int]:
-    """The field `usage` of an answer: numbers of tokens of prompts and of texts."""
+    """Return the field `usage` of an answer: numbers of tokens of prompts and of texts."""
     prompt, new = sum(map(len, asked.prompts)), sum(len(text.tokens) for text in texts)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def problem(status: int, message: str) -> dict[str, Any]:
-    """The body of an answer that reports an error."""
+    """Return the body of an answer that reports an error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

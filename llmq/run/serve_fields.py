@@ -1,4 +1,5 @@
-"""Fields of requests to `llmq serve`: types and bounds of supported fields, names of others."""
+"""Fields of requests to `llmq serve`: types and bounds of supported fields, names of other
+fields."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +9,11 @@ from typing import Any, NamedTuple
 from llmq.model.generator import Request
 
 MOST_TEXTS = 128  # most texts of one request: number of prompts times n
-MOST_STOPS, LONGEST_STOP = 16, 1000  # most stop strings of a request; most characters of each
+MOST_STOPS, LONGEST_STOP = 16, 1000  # most stop strings of a request; most characters of a string
 
 
 class Refused(Exception):
-    """A request that is answered with an HTTP status other than 200."""
+    """Raised for a request whose answer has an HTTP status other than 200."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -20,8 +21,8 @@ class Refused(Exception):
 
 
 class Field(NamedTuple):
-    """A field of a request's body. types: allowed types of its JSON value. least, most: bounds of
-    a number; None: none."""
+    """A field of a request's body. types: allowed types of the JSON value. least, most: bounds of a
+    number; None: no bounds."""
 
     types: tuple[type, ...]
     default: Any = None
@@ -29,8 +30,8 @@ class Field(NamedTuple):
     most: float | None = None
 
     def read(self, name: str, body: Mapping[str, Any]) -> Any:
-        """Return the value, or the default for null and for a missing field. Refused (400) for a
-        value of another type or outside the bounds."""
+        """Return the value, or the default for null and for a missing field. Raises Refused (400)
+        for a value of another type or outside the bounds."""
         value = body.get(name)
         if value is None:
             return self.default
@@ -86,7 +87,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
 }
-"""Unsupported fields, and their values without effect, which are accepted."""
+"""Unsupported fields with the values that have no effect and are accepted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The HTTP side of `llmq serve`: routes, checks of callers, and streams of text."""
+"""The HTTP side of `llmq serve`: routes, checks of clients, and streams of text."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from llmq.text.tokenizer import Tokenizer
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 MOST_BYTES = 8 << 20  # most bytes of a request's body
-LOOK = 0.5  # seconds between two checks that a waiting client is still connected
+LOOK = 0.5  # seconds between two checks whether a waiting client is still connected
 
 
 async def body_of(request: Any, key: str | None) -> Any:
-    """The JSON value of a request's body. Refused for a missing or wrong key, another content type,
-    and a body that is too large or is not JSON."""
+    """Return the JSON value of a request's body. Raises Refused for a missing or wrong key, another
+    content type, and a body that is too large or is not JSON."""
     given = request.headers.get("authorization", "")
     if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
         raise Refused(401, "the API key is missing or wrong")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # forms of foreign web pages can send only other types
+    if kind != "application/json":  # forms of foreign web pages send only other types
         raise Refused(415, "the content type must be application/json")
     body = b""
     async for part in request.stream():
@@ -63,7 +63,8 @@ async def body_of(request: Any, key: str | None) -> Any:
 
 
 class Events(StreamingResponse):
-    """A stream that stops its texts when it ends, even if the client leaves before it begins."""
+    """A stream of events. The end of the stream stops its texts, even if the client leaves before
+    the stream begins."""
 
     def __init__(self, events: Iterator[str], texts: list[Text]):
         super().__init__(events, media_type="text/event-stream")
@@ -79,16 +80,16 @@ class Events(StreamingResponse):
 
 @asynccontextmanager
 async def lifespan(_: Starlette) -> AsyncIterator[None]:
-    current_default_thread_limiter().total_tokens = MOST_WAITING  # a thread waits for each text
+    current_default_thread_limiter().total_tokens = MOST_WAITING  # each text has a thread
     yield
 
 
 def application(
     service: Service, hosts: Sequence[str], key: str | None, origins: Sequence[str]
 ) -> Any:
-    """The ASGI application. hosts: host names that clients may use for the server ("*": any), a
-    protection against DNS rebinding. key: bearer token that clients must send, or None. origins:
-    origins of web pages whose scripts may call the server."""
+    """Return the ASGI application. hosts: host names that clients may use for the server ("*":
+    any), a protection against DNS rebinding. key: bearer token that clients must send, or None.
+    origins: origins of web pages whose scripts may call the server."""
 
     async def answer(request: HttpRequest, *, chat: bool) -> Response:
         body = await body_of(request, key)
@@ -150,8 +151,8 @@ def run_serve(
     ready: Callable[[Any], None] = lambda server: None,
 ) -> None:
     """Serve a model until a signal ends the program. texts: most texts that are continued at the
-    same time. max_tokens: most tokens of a text, prompt included. ready: called with uvicorn's
-    server before it starts."""
+    same time. max_tokens: most tokens of a text, including the prompt. ready: called with uvicorn's
+    server before the server starts."""
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)

@@ -1,4 +1,5 @@
-"""Shares of the ranks in a step (--share): measures them, and deals micro-batches by them."""
+"""Shares of the ranks in a step (--share): measures the shares, and deals micro-batches
+accordingly."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -14,17 +15,18 @@ from llmq.plan.plan import Plan
 from llmq.plan.shares import speeds, times_of
 from llmq.runtime.machine import Machine
 
-WARM_UP, MEASURED = 2, 5  # number of ignored first steps, and of steps measured after them
+WARM_UP, MEASURED = 2, 5  # number of ignored first steps, then number of measured steps
 
 
 class Shares(Callback):
-    """Shares of this process's ranks. rates: micro-batches that each rank computes in the same
-    time; None: equal shares (--share auto: shares are not measured yet)."""
+    """Deals micro-batches by the shares of this process's ranks. rates: micro-batches that each
+    rank computes in the same time; None: equal shares (--share auto: shares are not measured
+    yet)."""
 
     def __init__(self, config: TrainConfig, machine: Machine, plan: Plan):
         """plan: the plan of `config`. With --share auto, shares follow the plan's times of a
-        micro-step if `llmq rig` has measured each kind of GPU here; else times of the first
-        steps."""
+        micro-step if `llmq rig` has measured each kind of GPU here. Without such a measurement,
+        shares follow the times of the first steps."""
         self._accumulation = config.grad_accumulation
         self._devices = [spec.name for spec in machine.specs]
         several = len(self._devices) > 1 and self._accumulation > 1
@@ -37,12 +39,13 @@ class Shares(Callback):
             self._choose(speeds(times_of(plan, cards)))
 
     def of(self, count: int) -> list[int]:
-        """Number of micro-batches of each rank, in a step with a mean of `count` per rank."""
+        """Return the number of micro-batches of each rank, in a step with a mean of `count` per
+        rank."""
         return apportion(count * len(self._devices), self.rates or [1.0] * len(self._devices))
 
     def deal(self, of_ranks: Sequence[Sequence[Batch]]) -> list[list[tuple[int, Batch]]]:
-        """Deal micro-batches by shares. of_ranks: equally many micro-batches for each rank; each
-        rank gets a consecutive part of their concatenation. Returns (number, batch) by rank, with
+        """Deal micro-batches by shares. of_ranks: equally many micro-batches by rank. Each rank
+        gets a consecutive part of their concatenation. Returns (number, batch) by rank, with
         numbers as in `rings.scalars_of`."""
         count = self._accumulation
         edges = [0, *accumulate(self.of(len(of_ranks[0])))]
@@ -68,7 +71,7 @@ class Shares(Callback):
         self._tell(self._line)
 
     def announce(self, tell: Callable[[str], None]) -> None:
-        """Pass a line about the shares to `tell`, now or once they are measured."""
+        """Pass a line about the shares to `tell`, now or once the shares are measured."""
         self._tell = tell
         if self.rates is not None:
             tell(self._line)
@@ -79,14 +82,14 @@ class Shares(Callback):
         return f"Shares of the GPUs: {shown(shares)} of a step's {sum(shares)} micro-batches"
 
     def state(self) -> dict[str, Any]:
-        """The shares and the names of their GPUs, in JSON types, for `load`; {} without rates."""
+        """Return the shares and the names of the GPUs, as JSON values, for `load`; {} without
+        rates."""
         if self.rates is None:
             return {}
         return {"shares": {"rates": [*self.rates], "gpus": self._devices}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Use the shares of a checkpoint instead of measuring, if they were measured on the same
-        GPUs."""
+        """Use the shares of a checkpoint instead of measuring, if the GPUs are the same."""
         shares = state.get("shares", {})
         if self.measures and shares.get("gpus") == self._devices:
             self._choose(shares["rates"])

@@ -1,4 +1,4 @@
-"""`llmq show` of a run of `llmq rl`: the best and the worst samples of a step."""
+"""`llmq show` for a run of `llmq rl`: prints the best and the worst samples of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SHOWN = 3  # default number of best samples, and of worst samples
 
 
 def run_show_samples(path: Path, step: int | None, limit: int | None) -> None:
-    """Print the best and the worst samples of a step, `limit` of each. step: None: the newest."""
+    """Print the best and the worst samples of a step, `limit` of each kind. step: None: the newest
+    step."""
     rows = _rows_of(path, step)
     scored = [row for row in rows if "rewards" in row]
     if not rows:
@@ -38,7 +39,7 @@ def run_show_samples(path: Path, step: int | None, limit: int | None) -> None:
 
 
 def _rows_of(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """The rows of a step; a last line that is still being written is left out."""
+    """Return the rows of a step; a last line that is still being written is left out."""
     rows: list[dict[str, Any]] = []
     with read_errors(path), open(path, encoding="utf-8") as file:
         for line in file:

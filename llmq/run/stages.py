@@ -1,4 +1,4 @@
-"""The time from the start of the process to a first token, in parts."""
+"""Durations from the start of the process to a first token, in parts."""
 
 import time
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from llmq.base.errors import print_error
 
 
 class Stages:
-    """Durations of the parts of a start, in order. A part ends at its mark, where the next one
-    begins; the first part begins with the process. printed: True if `first` prints the parts."""
+    """Measures the parts of a start, in order. A part ends at its mark, where the next part begins;
+    the first part begins with the process. printed: True if `first` prints the parts."""
 
     def __init__(self, *, printed: bool):
         self.printed, self.seconds = printed, {}

@@ -1,4 +1,4 @@
-"""The five lines of a run before its first step, and the commands that follow its last."""
+"""The five lines of a run before the first step, and suggested commands after the last step."""
 
 import shlex
 from pathlib import Path
@@ -28,12 +28,12 @@ def five_lines(
     error: float | None,
     ssd: str | None = None,
 ) -> list[str]:
-    """The lines Data, Model, Steps, Memory and Time.
+    """Return the lines Data, Model, Steps, Memory and Time.
 
     data: the data in words. device_bytes: needed memory of each GPU, or of the CPU. limit: usable
     bytes of this memory; None: unknown. host_bytes: pinned host memory, 0 on the CPU. seconds:
-    predicted duration of the run. error: relative error of the prediction. Both are None if
-    unknown. ssd: the state kept in files, in words; None: none.
+    predicted duration of the run, or None. error: relative error of the prediction, or None. ssd:
+    the state kept in files, in words, or None.
     """
     method = "all weights are trained"
     if adapters_of(config) is not None:
@@ -71,7 +71,7 @@ def _time(seconds: float | None, error: float | None) -> str:
 
 
 def next_commands(config: TrainConfig, *, base: str) -> list[str]:
-    """Likely next commands after a run. base: --model of a run that trains adapters."""
+    """Return likely next commands after a run. base: --model of a run that trains adapters."""
     folder, model = config.out_dir, shlex.quote(str(config.out_dir))
     if config.head == "score":
         return [f"  llmq score {model} FILE.jsonl --out scored.jsonl"]
@@ -84,7 +84,7 @@ def next_commands(config: TrainConfig, *, base: str) -> list[str]:
 
 
 def _text(folder: Path) -> str:
-    """The text of a model's tokenizer_config.json; "" without this file."""
+    """Return the text of a model's tokenizer_config.json; "" without this file."""
     try:
         return (folder / "tokenizer_config.json").read_text()
     except OSError:

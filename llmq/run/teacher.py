@@ -1,4 +1,4 @@
-"""The teacher of `llmq rl --teacher`: a second model in the process, which scores samples."""
+"""The teacher of `llmq rl --teacher`: a second model in the process that scores samples."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ UNLIKELY = -40.0  # log-probability that counts as probability 0
 def teacher_of(
     config: TrainConfig, *, plans: bool = False
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Options, model and model directory of a run's teacher. plans: see `load_run`. LlmqError for a
-    model that cannot be a teacher."""
+    """Return options, model and model directory of a run's teacher. plans: True if no weights are
+    needed, see planned_model. Raises LlmqError for a model that cannot be a teacher."""
     shared = {name: getattr(config, name) for name in (*_SHARED.split(), "loss", "loss_params")}
     own = {"model": find_model(config.teacher), "train_file": ("none",), "document_mask": True}
     made = TrainConfig(**SCORED | shared | own).normalized()
@@ -46,8 +46,8 @@ def teacher_of(
 
 
 class Teacher(Closing):
-    """The teacher of a trainer's samples, on the trainer's devices. LlmqError if the tokenizers
-    differ, or if the trainer leaves too little memory."""
+    """Scores a trainer's samples by the teacher, on the trainer's devices. Raises LlmqError if the
+    tokenizers differ, or if the trainer leaves too little memory."""
 
     def __init__(self, trainer: Trainer):
         config, model, folder = teacher_of(trainer.config)
@@ -69,8 +69,8 @@ class Teacher(Closing):
         self._trainer = own
 
     def score(self, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """For each micro-batch, the teacher's k likeliest next tokens at each position: ids, then
-        log-probabilities, F32 (B, T, 2 k)."""
+        """Return, for each micro-batch of B sequences of T tokens, the teacher's k likeliest next
+        tokens at each position: ids, then log-probabilities, F32 (B, T, 2 k)."""
         vocab = self._trainer.model.vocab_size
         given = [
             partial(b._replace, inputs=np.where(b.inputs < vocab, b.inputs, 0), named={})
@@ -85,7 +85,7 @@ class Teacher(Closing):
 
 
 def _fingerprint(source: str | None) -> str | None:
-    """The fingerprint of the tokenizer at this place; None for an unknown tokenizer."""
+    """Return the fingerprint of the tokenizer `source`; None for an unknown tokenizer."""
     if source is None or source == ByteTokenizer.fingerprint:
         return source
     made = tokenizer_of_folder(Path(source))
@@ -97,8 +97,8 @@ def _scored(rank: Rank, _: int, batch: Batch) -> np.ndarray:
 
 
 def _of_vocabulary(scores: np.ndarray, vocab: int) -> np.ndarray:
-    """Scores (B, T, 2 k) in which unlikely other tokens replace ids from `vocab` on: a larger
-    teacher may have more rows for the same tokenizer."""
+    """Return scores (B, T, 2 k) in which unlikely other tokens replace ids from `vocab` on. A
+    larger teacher may have more rows than the trained model for the same tokenizer."""
     k = scores.shape[-1] // 2
     ids = scores[..., :k].view(np.int32)
     for row in np.argwhere((ids >= vocab).any(axis=-1)):

@@ -1,4 +1,4 @@
-"""`llmq top`: the live view of another process's run, from the run's log and from NVML."""
+"""`llmq top`: shows the live view of another process's run, from the run's log and from NVML."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, find_nvml
 
 LOOKS = 1.0  # seconds between two reads of the log
-FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
+FIRST_LOOK = 1.2 * INTERVAL  # seconds until the use of the CPUs is known
 PAUSE = 60.0  # seconds without a record after which a run without a live lock counts as ended
 MOST_RANKS = 1 << 16
 SHOWN_NEWS = 2  # most errors of GPUs below the view
@@ -31,9 +31,9 @@ _ENDS = (*DONE, "Stopped by ")
 
 
 class Follower:
-    """State of a run, from its log. ended: True once the log has its end record. supervised: True
-    if --restarts started the run. models, gpus, cpus: newest `gpu-model`, `gpu` and `cpu` records,
-    by rank."""
+    """Reads the state of a run from the run's log. ended: True once the log has its end record.
+    supervised: True if --restarts started the run. models, gpus, cpus: newest `gpu-model`, `gpu`
+    and `cpu` records, by rank."""
 
     def __init__(self, log: Path):
         self.log = log
@@ -52,7 +52,7 @@ class Follower:
         self._scores: dict[str, float] = {}
 
     def look(self) -> None:
-        """Read new records. DataError if the file is no log."""
+        """Read new records. Raises DataError if the file is no log."""
         for record in self._reader.new_records():
             what = f"its record of {record['log']} at step {record['step']}"
             with as_written(self.log, what):
@@ -85,7 +85,7 @@ class Follower:
                 )
 
     def waits(self, rank: int) -> float | None:
-        """The fraction of a step in which a rank waits for other ranks; None if unknown."""
+        """Return the fraction of a step in which a rank waits for other ranks; None if unknown."""
         waited = self.gpus.get(rank, {}).get("communication")
         return None if waited is None or not self.progress.ms else waited / self.progress.ms
 
@@ -101,8 +101,8 @@ def _number(value: Any) -> float:
 
 
 def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
-    """The GPU that a `gpu-model` record of this log describes, if it is in this machine, else
-    None."""
+    """Return the GPU that a `gpu-model` record of this log describes, or None if this GPU is in
+    another machine."""
     uuid, place = model.get("uuid"), model.get("bus_id")
     if nvml is None or place is None:
         return None
@@ -116,7 +116,8 @@ def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
 
 
 class Top:
-    """The content of the screen: a log's run with its GPUs, or only this machine's GPUs."""
+    """Collects the content of the screen: a log's run with its GPUs, or only this machine's
+    GPUs."""
 
     def __init__(self, log: Path | None):
         self.run = None if log is None else Follower(log)
@@ -130,7 +131,7 @@ class Top:
             raise
 
     def look(self) -> None:
-        """Read new records of the log, and open the sensors of its GPUs."""
+        """Read new records of the log, and open the sensors of the run's GPUs."""
         self._news = [*self._news, *self._sensors.take_news()][-SHOWN_NEWS:]
         if self.run is not None:
             self.run.look()
@@ -143,14 +144,14 @@ class Top:
             self._try(self.run)
 
     def _try(self, run: Follower) -> None:
-        """Draw the log's records once, so that malformed records raise DataError here, and not in
-        the thread that draws."""
+        """Draw the log's records once, so that malformed records raise DataError here and not in
+        the drawing thread."""
         with as_written(run.log, "its last record of steps or sensors"):
             run.progress.render()
             panel_lines(self.rows(), WIDE)
 
     def _of_run(self, models: dict[int, dict[str, Any]]) -> list[Sensor | None]:
-        """Sensors of the run's GPUs by rank; None for a GPU of another machine."""
+        """Return sensors of the run's GPUs by rank; None for a GPU of another machine."""
         found: list[Sensor | None] = [None] * (max(models, default=-1) + 1)
         for rank, model in models.items():
             gpu = _here(self._nvml, model, self.run.log)
@@ -163,8 +164,8 @@ class Top:
         return found or [Sensor(HostUsage(), "CPU")]
 
     def rows(self) -> list[Row]:
-        """Rows of GPUs: present readings of this machine's GPUs, the log's last readings of other
-        machines' GPUs."""
+        """Return rows of GPUs: present readings of this machine's GPUs, and the log's last readings
+        of other machines' GPUs."""
         run, rows = self.run, []
         for rank, sensor in enumerate(self._sensors.sensors):
             waits = None if run is None else run.waits(rank)
@@ -193,7 +194,7 @@ class Top:
         )
 
     def render(self) -> RenderableType:
-        """The whole view, with the newest errors of GPUs below."""
+        """Return the whole view, with the newest errors of GPUs at the bottom."""
         return Group(self._view(), *(Text(line, "bold red") for line in self._news))
 
     def _view(self) -> RenderableType:
@@ -208,12 +209,12 @@ class Top:
 
     @property
     def goes_on(self) -> bool:
-        """True while the run may write to the log."""
+        """Return True while the run may write to the log."""
         if self.run is None:
             return True
         log, written = self.run.log, has_writer(self.run.log)
         if written is None or (self.run.supervised and not written):
-            # Some file systems have no locks; and --restarts may start a crashed run again.
+            # Some file systems have no locks, and --restarts may start a crashed run again.
             written = silence(log) < PAUSE
         return written and not self.run.ended
 
@@ -223,9 +224,8 @@ class Top:
 
 def run_top(log: Path | None, *, once: bool = False, every: float = LOOKS) -> None:
     """Show a log's run and its GPUs, or this machine's GPUs (log: None), until the run's end or
-    Ctrl-C. once: print one view, as is done without a terminal. every: seconds between reads of the
-    log. DataError if the log cannot be read.
-    """
+    Ctrl-C. once: print a single view, as without a terminal. every: seconds between reads of the
+    log. Raises DataError if the log cannot be read."""
     console = printable_console()
     top = Top(log)
     try:

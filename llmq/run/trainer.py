@@ -1,5 +1,5 @@
-"""A model, its data and its optimizer, driven step by step: by the loop of a run, or by a program
-(llmq/run/script.py)."""
+"""The trainer: a model, its optimizer and its data, driven step by step by the loop of a run or by
+a script (llmq/run/script.py)."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ class Trainer(Closing):
                 print(trainer.step().loss)
             trainer.export("output/model")
 
-    Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
-    that do not work raise LlmqError before anything is allocated. Each GPU (gpus=...) has a
-    thread, driven by the calling thread; an error in one thread stops all.
+    Keyword arguments are the options of `llmq train`, with underscores. Unsuitable options or files
+    and too little memory raise LlmqError before any allocation. Each GPU (gpus=...) has a thread,
+    driven by the calling thread; an error stops all threads.
 
     config, model: TrainConfig and ModelConfig. plan: memory, counted before allocation. machine:
     devices. world: processes and ranks. world_size: number of ranks. steps_done: number of steps
-    since the beginning of the run. validated_at: steps_done at the last validation. history: part
-    of the reports that checkpoints store. run: id of the run; after `load` the checkpoint's id, or
-    a new id for a fork. tokenizer_id: tokenizer of the data, None if unknown. callbacks: listeners,
-    in the order of their calls. last_step: the newest step whose result is known. last_end: its end
-    in ns, None if the device did other work since. loaded: path of the checkpoint that `load` has
-    read. samples: `Rollouts` that replace token files, or None.
+    since the beginning of the run. validated_at: steps_done at the last validation. history: the
+    part of the run's reports that checkpoints store. run: id of the run; after `load` the
+    checkpoint's id, or a new id for a fork. tokenizer_id: tokenizer of the data, None if unknown.
+    callbacks: listeners, in the order of calls. last_step: newest step with a known result.
+    last_end: end of last_step in ns; None after other work of the device. loaded: path of the
+    checkpoint that `load` has read. samples: `Rollouts` that replace token files, or None.
     """
 
     def __init__(self, *, callbacks: Sequence[Callback] = (), **options: Any):
@@ -98,7 +98,7 @@ class Trainer(Closing):
         self._open(config, model, model_dir, made, named=layers[1])
         try:
             self.load_weights()
-        except BaseException:  # the caller gets nothing that could be closed
+        except BaseException:  # the caller gets no trainer to close
             self.close()
             raise
         self.callbacks += callbacks
@@ -112,10 +112,10 @@ class Trainer(Closing):
         tokenizer_id: TokenizerId | None = None,
         world: World = World(),
     ) -> Trainer:
-        """A trainer with checked options, without weights: call `load_weights` or `load` next.
+        """Return a trainer without weights: call `load_weights` or `load` next.
 
-        tokenizer_id: result of `agreed_tokenizer`; None where the data do not matter. world: the
-        processes of the run, which all make the same calls of the trainer.
+        tokenizer_id: result of `agreed_tokenizer`; None if nothing reads data. world: the processes
+        of the run, which all make the same calls of the trainer.
         """
         self = cls.__new__(cls)
         self._open(config, model, model_dir, tokenizer_id, world)
@@ -136,7 +136,7 @@ class Trainer(Closing):
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
         self.tokenizer_id = tokenizer_id
-        self.steps_done = self._count = 0  # enqueued steps of the run, and of this trainer
+        self.steps_done = self._count = 0  # enqueued steps of the run, and of this trainer object
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
@@ -160,7 +160,7 @@ class Trainer(Closing):
         self.shares = Shares(config, self.machine, self.plan)
 
     def _check_named(self, named: Collection[str]) -> None:
-        """LlmqError where files that the caller names are missing, damaged or without scores."""
+        """Raise LlmqError if files that the caller names are missing, damaged or without scores."""
         config, patterns = self.config, []
         if "train_file" in named:
             RULES.check(config, files=True)
@@ -182,36 +182,36 @@ class Trainer(Closing):
 
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
-        """Training batches of this process's ranks; files are opened and checked at first use."""
+        """Return loaders of training data for this process's ranks, opened at the first use."""
         return open_loaders(self.config, self.model, self.world, held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
-        """Validation batches, as train_loaders."""
+        """Return loaders of validation data for this process's ranks, opened at the first use."""
         if not self.config.validates:
             return []
         return open_loaders(self.config, self.model, self.world, held_out=True)
 
     @property
     def train_loader(self) -> DataLoader:
-        """Training batches of rank 0; all ranks are at the same position."""
+        """Return rank 0's loader of training batches; all ranks are at the same position."""
         return self.train_loaders[0]
 
     @property
     def eval_loader(self) -> DataLoader:
-        """Validation batches of rank 0. ConfigError if there is no validation."""
+        """Return rank 0's loader of validation batches. Raises ConfigError without a validation."""
         if not self.config.validates:
             raise ConfigError("--eval-file: none: there is nothing to validate on")
         return self.eval_loaders[0]
 
     @property
     def usage(self) -> Usage:
-        """Memory that rank 0 uses and its stack's peak so far; equal to plan.usage after a step."""
+        """Return rank 0's memory and its stack's peak so far; after a step equal to plan.usage."""
         return Usage.of(self.dev)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over the training data; the last one may be smaller."""
+        """Return the optimizer steps of one pass over the data; the last step may be smaller."""
         return self._steps_of(self.train_loader.batches_per_epoch)
 
     def _steps_of(self, batches: int) -> int:
@@ -220,38 +220,37 @@ class Trainer(Closing):
 
     @property
     def epoch(self) -> tuple[int, float]:
-        """Number of the epoch, from 0, and the fraction of the epoch that was read."""
+        """Return the number of the epoch, from 0, and the fraction of this epoch that was read."""
         return self.train_loader.epoch, self.train_loader.passed
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: --steps, or steps so far plus the steps of the remaining --epochs
-        on the present number of GPUs.
-        """
+        """Return the steps of the whole run: --steps, or the steps done plus the steps that the
+        remaining --epochs take on the present number of GPUs."""
         if self.config.steps >= 0:
             return self.config.steps
         if self._steps_of_epochs is None:
             loader, more = self.train_loader, self.config.epochs - 1 - self.train_loader.epoch
             left = self._steps_of(loader.batches_left)
             steps = self.steps_done + (left + more * self.steps_per_epoch if more >= 0 else 0)
-            self.config.check_total(steps)  # only open token files tell this number
+            self.config.check_total(steps)  # the count needs open token files
             self._steps_of_epochs = steps
         return self._steps_of_epochs
 
     def learning_rate(self, step: int) -> float:
-        """The schedule's learning rate for a step, counted from 0."""
+        """Return the schedule's learning rate for a step, counted from 0."""
         return self.config.rate(step, self.total_steps)
 
     # -- training --------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Batch] | None = None) -> Result:
-        """One optimizer step; waits for its result. The loss is the mean over all target tokens.
+        """Make an optimizer step and wait for its result. The loss is the mean over all targets.
 
-        batches: micro-batches with int32 inputs and targets (B, T), where -100 masks a target, with
-        starts for --document-mask (see Batch), and with `named` arrays that the loss or the model
-        reads. W ranks and A = --grad-accumulation take W * A batches; batches[i * W + r] is the
-        i-th of rank r. One rank with W * A micro-steps computes the same. None: batches of the
-        training files.
+        batches: micro-batches with int32 inputs and targets (B sequences, T tokens), where -100
+        masks a target, with starts for --document-mask (see Batch), and with `named` arrays that
+        the loss or the model reads. W ranks and A = --grad-accumulation take W * A batches; rank r
+        gets batches[i * W + r] as its i-th. One rank with W * A micro-steps computes the same.
+        None: batches of the training files.
         """
         done, arguments = self._next_step(batches)
         return self.result(self._noted(self.ranks.train(*arguments), done))
@@ -263,10 +262,10 @@ class Trainer(Closing):
         lr: float | None = None,
         limits: Limits = NO_LIMITS,
     ) -> int:
-        """Like `step`, without waiting: the returned ticket is for `result`.
+        """Enqueue a step without waiting. Returns a ticket for `result`.
 
-        lr: learning rate; None: the schedule's. limits: loss and norm beyond which the device
-        makes no update.
+        lr: learning rate; None: the schedule's. limits: loss and norm beyond which the device makes
+        no update.
         """
         done, arguments = self._next_step(batches, lr, limits)
         return self._noted(self.ranks.train(*arguments), done)
@@ -274,9 +273,9 @@ class Trainer(Closing):
     def _next_step(
         self, batches: Sequence[Batch] | None, lr: float | None = None, limits: Limits = NO_LIMITS
     ) -> tuple[partial[StepDone], tuple[Any, ...]]:
-        """Take the next step, which counts as done from now on. Returns its StepDone, which still
-        lacks the result, and the arguments of `Ranks.train`."""
-        self.ranks.pool.check_open(f"step {self.steps_done}")  # before batches are taken
+        """Take the next step, which counts as done from now on. Returns a StepDone that still lacks
+        the step's result, and the arguments of `Ranks.train`."""
+        self.ranks.pool.check_open(f"step {self.steps_done}")  # a closed pool must take no batches
         lr = self.learning_rate(self.steps_done) if lr is None else lr
         meshes = [dev.mesh for dev in self.ranks.devices]
         if batches is None:
@@ -297,15 +296,15 @@ class Trainer(Closing):
         return ticket
 
     def tokens_of(self, ticket: int) -> tuple[int, int]:
-        """Positions that all ranks computed in the step with this ticket, and positions without
-        padding."""
+        """Return the positions that all ranks computed in the step with this ticket, and how many
+        of these positions are not padding."""
         counts = list(map(len, self.ranks.batches_of(ticket)))
         computed = self.plan.tokens * sum(counts) // (self.config.grad_accumulation * len(counts))
         return computed, computed - self.ranks.padding_of(ticket)
 
     def result(self, ticket: int) -> Result:
-        """The result of the step with this ticket; the first call tells callbacks. At most three
-        steps may have been enqueued after this step."""
+        """Return the result of the step with this ticket; the first call tells callbacks. At most
+        three steps may have been enqueued after this step."""
         result = self.ranks.result(ticket)
         if (done := self._enqueued.pop(ticket, None)) is not None:
             ms = (result.end - (self.last_end or result.begin)) / 1e6
@@ -317,12 +316,12 @@ class Trainer(Closing):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of all ranks in an optimizer step."""
+        """Return the number of micro-batches of all ranks in an optimizer step."""
         return self.config.grad_accumulation * self.dev.mesh.size(*DATA)
 
     def _next_batches(self) -> list[Batch]:
-        """The next step's batches of this process. DataError in all processes if one process cannot
-        read its batches."""
+        """Return the next step's batches of this process. Raises DataError in all processes if one
+        process cannot read its batches."""
         self.score_reference()
         self.advance_epoch_if_needed()
         count = self.train_loader.step_batches(self.config.grad_accumulation)
@@ -331,13 +330,13 @@ class Trainer(Closing):
 
     @property
     def identity(self) -> BaseId:
-        """Identity of the first weights with --adapter; the first call reads all weights."""
+        """Return the identity of the first weights with --adapter; the first call hashes files."""
         return self._origin.reference
 
     def score_reference(self) -> None:
         """Ensure that the reference model's scores of all tokens exist, if the loss reads scores.
-        Without --scores the first weights score all files once, into --checkpoint-dir. LlmqError
-        for scores of another model."""
+        Without --scores the first weights score all files once, into --checkpoint-dir. Raises
+        LlmqError for scores of another model."""
         folder = self.config.scores_folder
         if folder is None or self._has_scores or self.samples is not None:
             return
@@ -363,7 +362,7 @@ class Trainer(Closing):
         self._has_scores = True
 
     def advance_epoch_if_needed(self) -> bool:
-        """Begin the next epoch if this one has no step left; returns whether it did."""
+        """Begin the next epoch if this epoch has no step left; return True if a new epoch began."""
         if self._steps_of(self.train_loader.batches_left):
             return False
         if self.steps_per_epoch == 0:
@@ -379,10 +378,10 @@ class Trainer(Closing):
     def validate(
         self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
     ) -> Result | None:
-        """The loss on the validation files from their start. max_batches: most batches of a rank;
-        None: all. stopped: called before every batch; once it returns True, the result is None."""
+        """Return the loss on the validation files. max_batches: most batches of a rank; None: all.
+        stopped: called before every batch; True ends the validation without a result."""
         self.ranks.pool.check_open("validate")
-        _ = self.eval_loader  # ConfigError without one
+        _ = self.eval_loader  # raises ConfigError without a validation
         self.score_reference()
         with self.averaged():
             result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped)
@@ -393,13 +392,13 @@ class Trainer(Closing):
         return result
 
     def tell_evaluation(self, metrics: dict[str, float]) -> None:
-        """Tell callbacks of an evaluation at this moment. metrics: see `Evaluation`."""
+        """Tell callbacks of an evaluation after the newest step. metrics: see `Evaluation`."""
         for callback in self.callbacks:
             callback.on_evaluation(Evaluation(step=self.steps_done, metrics=metrics))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """With --ema, replace the weights by their average within the block; make no step there."""
+        """With --ema, use the averaged weights within the context, which may make no step."""
         if not self.config.ema:
             yield
             return
@@ -421,7 +420,7 @@ class Trainer(Closing):
         return tokenizer_source(self.config, self.model, self.model_dir, self.tokenizer_id)
 
     def save(self, directory: str | Path | None = None) -> Path:
-        """Write a checkpoint of everything into directory/step_…; None: --checkpoint-dir."""
+        """Return the source of this run's tokenizer: "bytes", a directory, or None if unknown."""
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
         manifest = self.manifest()
@@ -436,7 +435,7 @@ class Trainer(Closing):
             callback.on_checkpoint(path)
 
     def manifest(self) -> Manifest:
-        """The manifest of a checkpoint of this moment; all processes call it."""
+        """Return the manifest of a checkpoint made now; all processes call this method."""
         loader = self.train_loader.state() if "train_loaders" in self.__dict__ else {}
         own = {"validated_at": self.validated_at, "history": self.history} | self.shares.state()
         state = self.ranks.extra_state() | own
@@ -445,10 +444,10 @@ class Trainer(Closing):
         return Manifest.of(self.model, asdict(self.config), loader, state, *shared)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
-        """Go on from a checkpoint (or the newest of a directory) of any number of GPUs. new_data:
-        keep the position in the training data. Warns of changed options that change results, and
-        returns lines about other changed options. LlmqError, with the trainer unchanged, for a
-        damaged checkpoint, another model or other data."""
+        """Go on from a checkpoint, or from a directory's newest one, written on any number of GPUs.
+        new_data: keep the position in the training data. Warns of changed options that change
+        results, and returns lines about other changed options. Raises LlmqError, with the trainer
+        unchanged, for a damaged checkpoint, another model or other data."""
         self.ranks.pool.check_open("load")
         with self._opened(path) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
@@ -456,7 +455,7 @@ class Trainer(Closing):
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{reader.path}'", made)
             self._origin.continue_source(reader)
             check_formats(reader, self._step.state(), type(self._step.optimizer.rule))
-            if not new_data:  # the last check: nothing has changed before
+            if not new_data:  # the last check: until here nothing has changed
                 state = reader.manifest.loader
                 opened = self.__dict__.get("train_loaders", [])
                 move_loaders(self.train_loaders if state else opened, state)
@@ -481,8 +480,8 @@ class Trainer(Closing):
 
     @contextmanager
     def _opened(self, path: str | Path) -> Iterator[CheckpointReader]:
-        """Open a checkpoint of this run's model or adapters; path: the checkpoint, or a directory,
-        for its newest one. LlmqError if there is none."""
+        """Open a checkpoint of this run's model or adapters. path: the checkpoint, or a directory,
+        whose newest checkpoint is opened. Raises LlmqError if there is no checkpoint."""
         passed: list[str] = []
         found = checkpoint_at(Path(path), passed, self.world)
         warn(*passed)
@@ -496,7 +495,7 @@ class Trainer(Closing):
             yield reader
 
     def restart(self) -> None:
-        """Return to the state before the first step; the position in the training data stays."""
+        """Return to the state before the first step, but keep the position in the training data."""
         self.ranks.run("starting again", lambda rank: rank.reset())
         self.load_weights()
         self.steps_done, self._steps_of_epochs = 0, None
@@ -507,9 +506,9 @@ class Trainer(Closing):
     ) -> None:
         """Write the model for transformers, or adapters for peft, with the tokenizer.
 
-        directory: None: --out-dir. checkpoint: a checkpoint of this run's model, or a directory,
-        for its newest one; None: the present weights. LlmqError if a weight is not finite (without
-        --force), or if the checkpoint is damaged or of another model; an older export stays then.
+        directory: None: --out-dir. checkpoint: a checkpoint of this run's model, or a directory of
+        checkpoints; None: the present weights. Raises LlmqError, and keeps an older export, for
+        infinite weights or NaN (without --force), a damaged checkpoint or another model.
         """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
@@ -537,13 +536,13 @@ class Trainer(Closing):
         stopped: Callable[[], bool] = lambda: False,
         **how: Any,
     ) -> list[list[Completion]]:
-        """Generate `num_samples` completions of each prompt with the current weights, in batches
-        and in the memory of activations; prompt and completion have at most --seq-len tokens.
+        """Generate `num_samples` completions of each prompt with the current weights, in batches,
+        in the memory of activations. Prompt and completion have at most --seq-len tokens together.
 
-        prompts: texts, or ids. how: fields of a `Request`. Its seed (default 0) gives each sample
-        its own seed, by prompt and number; the ids of stop end texts, as the model's own end ids
-        do. stopped: called before each token; CutShort once it returns True. ConfigError for a
-        prompt that does not fit, LlmqError for texts without a known tokenizer.
+        prompts: texts, or ids. how: fields of a `Request`. Each sample gets a seed of its own, made
+        from `seed` (default 0), prompt and number. Ids of `stop` end texts like the model's own end
+        ids. stopped: called before each token; True raises CutShort. Raises ConfigError for too
+        long a prompt, LlmqError for texts without a known tokenizer.
         """
         self.ranks.pool.check_open("generate")
         model, texts = self._generating_model, any(isinstance(p, str) for p in prompts)
@@ -560,17 +559,17 @@ class Trainer(Closing):
 
     @property
     def _generating_model(self) -> ModelConfig:
-        """The model, with the source model's ids that end texts."""
+        """Return the model with the ids by which the source model ends texts."""
         source = self._origin.source
         return self.model if source is None else self.model.ending_at(source.ends)
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """The last step's gradients of the SUM of token losses, by parameter name, for tests."""
+        """Return the last step's gradients of the SUM of token losses, by name, for tests."""
         params = [p for slab in self._step.grads.slabs.values() for p in slab.params]
         return {p.name: self.ranks.read_param("gradients", p) for p in params}
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Host copies of all master weights by name, with padding; quantized blocks have none."""
+        """Return host copies of all padded master weights by name; quantized blocks have none."""
         params = self._step.weights.params()
         return {p.name: self.ranks.read_param("weights", p) for p in params}
 
@@ -578,16 +577,15 @@ class Trainer(Closing):
         self.close(error)
 
     def tell_end(self, error: BaseException | None = None) -> None:
-        """Call the callbacks' on_end, and drop them. error: why the run ends."""
+        """Call the callbacks' on_end, and drop the callbacks. error: why the run ends, or None."""
         callbacks, self.callbacks = self.callbacks, []
         end = RunEnd(steps_done=self.steps_done, error=error)
         with ExitStack() as stack:
-            for callback in reversed(callbacks):  # on_end of all is called, even after an error
+            for callback in reversed(callbacks):  # every on_end is called, even after an error
                 stack.callback(callback.on_end, end)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tell callbacks of the end, stop the threads and free the devices. error: why the run
-        ends."""
+        """Tell callbacks of the end, stop the threads and free the devices. error: see tell_end."""
         try:
             with ExitStack() as stack:
                 stack.callback(self.ranks.close)

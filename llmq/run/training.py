@@ -1,5 +1,5 @@
-"""`llmq train`: the parts of a run around its Trainer, and the lines that a run prints before its
-first step: options, machine, data, memory."""
+"""`llmq train`: sets up a run around its Trainer, and prints lines about options, machine, data and
+memory before the first step."""
 
 import os
 import sys
@@ -90,7 +90,7 @@ _LITTLE = 0.05  # fraction of an epoch's sequences that may be left out without 
 
 
 def check_data(trainer: Trainer) -> None:
-    """Open and check the token files; DataError if they are too few for the run."""
+    """Open and check the token files; raise DataError if an epoch has no step."""
     loader, _ = trainer.train_loader, trainer.eval_loaders
     if trainer.steps_per_epoch == 0:
         trainer.advance_epoch_if_needed()
@@ -112,8 +112,8 @@ def check_data(trainer: Trainer) -> None:
 def announce_run(
     trainer: Trainer, reporter: Reporter, argv: list[str], checkpoint: Path | None, *, told: bool
 ) -> None:
-    """Print the five lines of a run, and log the record of its command. checkpoint: from which the
-    run continues, or None. told: True if the lines were printed before."""
+    """Print a run's five lines, and log the record of its command. checkpoint: the checkpoint from
+    which the run continues, or None. told: True if the lines were printed before."""
     resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
     run, world, where = trainer.run.record(), trainer.world, {}
     if world.several:
@@ -149,8 +149,8 @@ def announce_run(
 
 
 def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
-    """The card of this run's GPUs, and the predicted seconds of a step; None for both on the CPU
-    and in `llmq rl`."""
+    """Return the performance card of this run's GPUs and the predicted seconds of a step. Returns
+    None for both on the CPU and in `llmq rl`."""
     if trainer.dev.kind != "cuda" or trainer.samples is not None:
         return None, None
     planner = planner_of(trainer.model, trainer.machine, trainer.ranks.backend)
@@ -208,7 +208,7 @@ def announce_machine(
 
 
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
-    """Advice for or against --mirror-weights on these links; None if the option suits them."""
+    """Return advice for or against --mirror-weights on these links; None if the option fits."""
     if (
         config.weight_storage.why_no_mirrors() is not None
         or config.mirror_weights == links.has_staged
@@ -220,7 +220,7 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 
 
 def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
-    """The system record of every rank's GPU, of all processes."""
+    """Return the system record of every rank's GPU, of all processes."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
     world = trainer.world
     machine = {"machine": world.machine} if world.several else {}
@@ -232,8 +232,8 @@ def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
 def announce_data(
     trainer: Trainer, reporter: Reporter, named: Mapping[str, Sequence[DataLoader]]
 ) -> None:
-    """Print [Dataset], and log its records. named: by name of a validation its loaders, one for
-    each rank."""
+    """Print [Dataset], and log its records. named: loaders of each named validation, one loader for
+    each rank of this process."""
     validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
     loaders = {"train": trainer.train_loader} | validation
     loaders |= {f"eval-{name}": of_ranks[0] for name, of_ranks in named.items()}
@@ -260,8 +260,8 @@ def announce_data(
 
 
 def _not_validated_on(train: DataLoader) -> list[str]:
-    """Warnings about training folders that contain validation files from `llmq tokenize`, if the
-    run validates on other documents."""
+    """Return warnings about training folders with validation files from `llmq tokenize` that this
+    run does not read."""
     paths = [file.path for file in train.files]
     folders = dict.fromkeys(path.parent for path in paths if read_manifest(path.parent))
     return [
@@ -273,8 +273,8 @@ def _not_validated_on(train: DataLoader) -> list[str]:
 
 
 def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
-    """Lines about validation files that are training files, too, or else about documents that
-    training and validation files of a folder share."""
+    """Return lines about validation files that are also training files. If no file is both, return
+    lines about documents that training and validation files of a folder share."""
     trained = [file.path.resolve() for file in train.files]
     paths = [file.path.resolve() for file in held_out.files]
     lines = [f"'{path}' is trained on, too" for path in paths if path in trained]
@@ -284,8 +284,8 @@ def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
 
 
 def _left_over(trainer: Trainer) -> str | None:
-    """A warning about the sequences at an epoch's end that fill no step; None if they are few, or
-    if the run is shorter than an epoch."""
+    """Return a warning about an epoch's last sequences, which fill no step. Returns None if few
+    sequences are left, or if the run is shorter than an epoch."""
     loader, config = trainer.train_loader, trainer.config
     total = loader.data.sequences
     used = loader.sequences(trainer.steps_per_epoch * config.grad_accumulation)
@@ -301,9 +301,8 @@ def _left_over(trainer: Trainer) -> str | None:
 def announce_memory(
     trainer: Trainer, reporter: Reporter, gpus: Gpus, host_memory_before: int
 ) -> None:
-    """Print and log rank 0's [Allocator State]. host_memory_before: available bytes before the
-    trainer allocated.
-    """
+    """Print and log rank 0's [Allocator State]. host_memory_before: bytes that were available on
+    the host before the trainer allocated."""
     usage = trainer.plan.usage
     others = _other_memory(trainer, gpus, host_memory_before)
     reporter.block("Allocator State", allocator_table(usage, others))
@@ -313,7 +312,7 @@ def announce_memory(
 
 
 def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict[str, int]:
-    """Bytes of the device's memory outside this run's arenas, by name: Free, Reserved, Other."""
+    """Return bytes of device memory outside this run's arenas, by name: Free, Reserved, Other."""
     if trainer.dev.kind == "host":
         needed = needed_bytes(trainer.plan, trainer.dev.spec)
         available = host_memory_before // trainer.world.ranks_here
@@ -321,12 +320,12 @@ def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict
     record = _system_records(trainer, gpus)[0]
     free, reserved = record["free"], record["reserved"]
     others = {"Free": free} | ({"Reserved": reserved} if reserved else {})
-    # The driver's total leaves out reserved memory.
+    # Reserved memory is no part of the driver's total.
     return others | {"Other": record["memory"] - free - trainer.plan.usage.device_bytes}
 
 
 def _allocations(trainer: Trainer) -> list[str]:
-    """A line for every allocation of at least --debug-log-allocations MiB."""
+    """Return a line for every allocation of at least --debug-log-allocations MiB."""
     least = trainer.config.debug_log_allocations * MIB
     labels = {name: {"device": "GPU ", "ssd": "SSD "}.get(name, "HOST") for name in TIERS}
     return [
@@ -340,8 +339,8 @@ def _allocations(trainer: Trainer) -> list[str]:
 def announce_start(
     trainer: Trainer, reporter: Reporter, setup_seconds: float, stop: str | None
 ) -> None:
-    """Announce the run that begins now. setup_seconds: duration of the start. stop: why the run
-    makes no steps (see Loop.stopped), or None."""
+    """Print the lines directly before the first step. setup_seconds: duration of the setup. stop:
+    why the run makes no steps (see Loop.stopped), or None."""
     steps, done = trainer.total_steps, trainer.steps_done
     epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
     lost = lost_tokenizer(trainer.config, trainer.tokenizer_id, trainer.tokenizer)
@@ -372,10 +371,10 @@ def announce_start(
 
 
 def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) -> None:
-    """Load the checkpoint; without one load the weights of --model, or make random ones."""
+    """Load the checkpoint; if None, load the weights of --model, or make random weights."""
     if checkpoint is not None:
         name = checkpoint.name.removeprefix("step_").removesuffix(".old")
-        name = name.lstrip("0") or "0"  # usually a step; the user may have renamed the folder
+        name = name.lstrip("0") or "0"  # a step's number, unless the user has renamed the folder
         with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
             changed = trainer.load(checkpoint, new_data=trainer.config.new_data)
         for line in changed:
@@ -389,7 +388,7 @@ def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) ->
 
 
 def score_data(trainer: Trainer, reporter: Reporter) -> None:
-    """Score the data with the reference model, if the loss reads such scores."""
+    """Score the data with the reference model, if the loss reads scores."""
     if trainer.config.scores_folder is not None and trainer.samples is None:
         with reporter.section(f"Scores in `{trainer.config.scores_folder}`"):
             trainer.score_reference()
@@ -409,11 +408,12 @@ def run_training(
     *,
     told: bool = False,
 ) -> None:
-    """Train; raises Interrupted, after saving, if a signal ended the run. world: its processes all
-    call this function. callbacks: the user's, called after the run's own; `on_end` only if the run
-    has begun. samples: makes the source of training data that replaces token files. told: see
-    begun. LlmqError before the first step: paths that cannot be written or belong to another run, a
-    missing checkpoint, unsuitable data, too little memory."""
+    """Train; raise Interrupted, after saving a checkpoint, if a signal ended the run. world: the
+    run's processes, which all call this function. callbacks: the user's, called after the run's
+    own; `on_end` is called only if the run has begun. samples: makes the source of training data
+    that replaces token files. told: see begun. Raises LlmqError before the first step for paths
+    that cannot be written or belong to another run, a missing checkpoint, unsuitable data or too
+    little memory."""
     world.on_first(lambda: check_libraries(config))
     world.on_first(lambda: check_writable("--out-dir", config.out_dir))
     world.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
@@ -447,8 +447,8 @@ def _run_locked(
     stage: Stage,
     checkpoint: Path | None,
 ) -> bool:
-    """Run a stage of run_training, with its places locked. Returns True if the run is over with
-    this stage. start: time.monotonic() at the start of the run. Others: see run_training."""
+    """Run one stage of run_training, with the output folders locked. Returns True if this stage
+    ends the run. start: time.monotonic() at the run's start. Other arguments: see run_training."""
     config = stage.config
     strangers = world.on_first(lambda: outputs_of_others(config, identity, model_dir, checkpoint))
     before = available_host_memory()
@@ -462,7 +462,7 @@ def _run_locked(
             trainer, argv, stage, checkpoint, strangers, callbacks, start, before, told=told
         ) as loop:
             loop.run()
-        if not loop.is_last:  # the run goes on: the user's callbacks get no on_end yet
+        if not loop.is_last:  # the user's callbacks stay for the next stage
             trainer.callbacks = [c for c in trainer.callbacks if c not in callbacks]
     return loop.is_last
 
@@ -481,12 +481,11 @@ def begun(
     loads: bool = True,
     told: bool = False,
 ) -> Iterator[Loop]:
-    """Begin a run: open its log, announce it, load first weights. Yields its loop. checkpoint: from
-    which the run continues. strangers: result of `outputs_of_others`. callbacks: the user's, called
-    after the run's own. start: time.monotonic() at the run's start. host_memory_before: see
-    announce_memory. loads: False if the trainer has its weights. told: True if the five lines were
-    printed before.
-    """
+    """Begin a run: open its log, print its first lines, load first weights. Yields the run's loop.
+    checkpoint: the checkpoint from which the run continues. strangers: result of
+    `outputs_of_others`. callbacks: the user's, called after the run's own. start: time.monotonic()
+    at the run's start. host_memory_before: see announce_memory. loads: False if the trainer has its
+    weights already. told: True if the five lines of summary were printed before."""
     config, world = trainer.config, trainer.world
     if trainer.samples is None:
         world.each(lambda: check_data(trainer))
@@ -519,7 +518,7 @@ def begun(
                 reporter.view = view_of_run(*steps, run.sensing.panel, path, brief)
             try:
                 yield run.loop
-            except DataError:  # in the middle of the data: save the weights so far
+            except DataError:  # in the middle of the data: save the present weights
                 if trainer.steps_done > run.loop.first:
                     run.loop.save_last(required=False)
                 raise
@@ -528,7 +527,7 @@ def begun(
 
 
 class _Run:
-    """The parts of a run, and its loop."""
+    """Builds what a run consists of: guard, checkpoints, evaluations, sensors and the loop."""
 
     def __init__(
         self,
@@ -539,8 +538,8 @@ class _Run:
         start: float,
         stage: Stage,
     ):
-        """start: time.monotonic() at the run's start. stage: gives the loop its first and last
-        step. material: inputs of evaluations."""
+        """start: time.monotonic() at the run's start. stage: gives the loop's first and last step.
+        material: inputs of evaluations."""
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         self.material, self.best, self.start = material, best, start
         config, world = self.config, trainer.world
@@ -563,9 +562,9 @@ class _Run:
         loads: bool,
         told: bool,
     ) -> None:
-        """Announce the run and its machine; load weights from the checkpoint, from the model's
-        directory, or from scratch. notes: lines about the run's places. host_memory_before, loads,
-        told: see begun."""
+        """Print the lines about the run and its machine; load weights from the checkpoint, from the
+        model's directory, or from scratch. notes: lines about the run's output folders.
+        host_memory_before, loads, told: see begun."""
         config, trainer, reporter = self.config, self.trainer, self.reporter
         every = config.debug_log_abs_max
         sol = speed_of_light(config, trainer.model, trainer.dev.spec.name, trainer.world_size)
