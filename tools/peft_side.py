@@ -238,7 +238,8 @@ def compile_parts(torch: Any, model: Any, given: dict[str, Any]) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(**given)
     inner = model.base_model
-    getattr(inner, "norm" if hasattr(inner, "norm") else "ln_f").compile(**given)
+    last_norm = next(name for name in ("norm", "norm_f", "ln_f") if hasattr(inner, name))
+    getattr(inner, last_norm).compile(**given)
     model.loss_function = torch.compile(model.loss_function, **given)
 
 
