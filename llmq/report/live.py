@@ -1,5 +1,4 @@
-"""Live view of a terminal: progress, speed, loss curve and time left, with a table of GPUs
-below."""
+"""The live view of a terminal: progress, speed, loss curve and time left, above a table of GPUs."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from llmq.report.plot import read_log
 from llmq.report.views import PlainView, optional_console
 from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
 
-WIDE = 114  # least columns for rows with the card's name, limits and full reasons
+WIDE = 114  # least columns of a terminal for rows with the card's name, limits and full reasons
 STALE = 5.0  # seconds after which a reading counts as old
-LATE = 0.01  # least share of a step for which a late rank is named
+LATE = 0.01  # least share of a step for which the view names a late rank
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MARKS = {"heat": "bold red", "heat!": "bold red", "power": "yellow", "brake": "bold red"}
 _STYLES = {name: _MARKS.get(one.short, "") for one in REASONS for name in (one.text, one.short)}
@@ -36,7 +35,7 @@ _STYLES = {name: _MARKS.get(one.short, "") for one in REASONS for name in (one.t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One GPU of the live view, or the CPUs of a machine. label: the rank, or "CPU". sample:
+    """A row of the live view: a GPU, or the CPUs of a machine. label: the rank, or "CPU". sample:
     readings of a `gpu` or `cpu` record. waits: share of a step in which the rank waits for other
     ranks; None if unknown. note: text in place of readings. age: seconds since the readings."""
 
@@ -51,8 +50,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The rows of the live view, drawn anew at each refresh in the terminal's width. rows: function
-    called at each refresh."""
+    """The rows of the live view, drawn anew at each refresh in the terminal's width. rows: the
+    function that is called at each refresh."""
 
     rows: Callable[[], Sequence[Row]]
 
@@ -66,16 +65,17 @@ def _line() -> Text:
 
 
 def _add(line: Text, part: str, width: int, style: str = "", *, left: bool = False) -> None:
-    """Append a cell and a space; a cell that is too wide is cut."""
+    """Append a cell and a blank; a cell that is too wide is cut."""
     part = part if len(part) <= width else part[: width - 1] + "…"
     line.append(part.ljust(width) if left else part.rjust(width), style)
     line.append(" ")
 
 
 def panel_lines(rows: Sequence[Row], width: int, *, ascii_only: bool = False) -> list[Text]:
-    """The heading, a line for each GPU, and with several ranks a line on waiting.
+    """Return the heading, a line for each GPU, and with several ranks a line about waiting.
 
-    width: columns of the terminal; 80 are enough. ascii_only: no characters beyond ASCII.
+    width: columns of the terminal; 80 are enough. ascii_only: True if only ASCII characters can be
+    shown.
     """
     gpus = [row for row in rows if row.label != "CPU"]
     lines = [_cpu_line(row, ascii_only) for row in rows if row.label == "CPU"]
@@ -90,7 +90,7 @@ def panel_lines(rows: Sequence[Row], width: int, *, ascii_only: bool = False) ->
 
 
 def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
-    """A bar of `width` characters, filled to the share `part`, 0 to 1."""
+    """Return a bar of `width` characters, filled to the share `part`, 0 to 1."""
     eighths = round(8 * width * min(max(part, 0.0), 1.0))
     if ascii_only:
         return ("#" * round(eighths / 8)).ljust(width, ".")
@@ -109,13 +109,13 @@ def _number(sample: dict[str, Any], name: str, unit: int = 1, end: str = "") -> 
 
 
 def _pair(sample: dict[str, Any], name: str, limit: str, unit: int = 1) -> str:
-    """Reading and limit, such as 651/700; an unknown limit is left out."""
+    """Return reading and limit, such as 651/700; an unknown limit is left out."""
     most = _number(sample, limit, unit)
     return _number(sample, name, unit) + ("" if most == "-" else f"/{most}")
 
 
 def _sizes(used: int | None, total: int | None) -> str:
-    """Used and total GiB in at most nine characters; "-" if either is unknown."""
+    """Return used and total GiB in at most nine characters; "-" if either size is unknown."""
     if used is None or total is None:
         return "-"
     digits = 1 if total < 100 * GIB else 0
@@ -128,7 +128,7 @@ def _used_memory(sample: dict[str, Any], free: str = "dram_free") -> int | None:
 
 
 def _rate(sample: dict[str, Any], name: str) -> str:
-    """Bytes per second in at most five characters."""
+    """Return bytes per second in at most five characters."""
     value = _reading(sample, name)
     if value is None:
         return "-"
@@ -139,9 +139,9 @@ def _rate(sample: dict[str, Any], name: str) -> str:
 
 
 def _held_by(sample: dict[str, Any], *, wide: bool) -> str:
-    """The limit that holds the clock down: "" for none, "-" if unknown."""
+    """Return the limit that holds the clock down: "" for no limit, "-" if unknown."""
     reasons = sample.get("reasons", UNSUPPORTED)
-    if isinstance(reasons, dict):  # a record's shares: the first is the most frequent
+    if isinstance(reasons, dict):  # a record's shares begin with the most frequent reason
         found = next((one for one in REASONS if one.text == next(iter(reasons), "")), None)
         supported = sample.get("throttle") != NO_REASON
     else:
@@ -153,8 +153,8 @@ def _held_by(sample: dict[str, Any], *, wide: bool) -> str:
 
 
 def _columns(wide: bool, ascii_only: bool) -> list[tuple[str, int, bool, Callable[[Any], str]]]:
-    """Columns of readings: heading, width, True for left-aligned, and the function that makes a
-    cell."""
+    """Return the columns of readings: heading, width, True if left-aligned, and the function that
+    makes a cell."""
     room = 12 if wide else 9
 
     def use(sample: dict[str, Any]) -> str:
@@ -231,9 +231,9 @@ def _cpu_line(row: Row, ascii_only: bool) -> Text:
 
 
 def waiting_line(rows: Sequence[Row]) -> str:
-    """A line on exposed communication and the rank that the others wait for; "" if unknown. Ranks
-    meet in every exchange, so the last one waits least. The difference of waits is the time that it
-    costs the others, beside the exchanges themselves."""
+    """Return a line about exposed communication and the rank for which other ranks wait; "" if
+    unknown. Ranks meet in every exchange, and the last rank to arrive waits least. The difference
+    of waiting times is the time that a late rank costs the other ranks."""
     waits = {row.label: row.waits for row in rows if row.waits is not None}
     if len(waits) < 2:
         return ""
@@ -251,7 +251,7 @@ def waiting_line(rows: Sequence[Row]) -> str:
 
 
 def record_line(sample: dict[str, Any]) -> str:
-    """A sensor record as console text: for most numbers the mean and, behind ^, the maximum."""
+    """Return a sensor record as console text: mean^maximum for most numbers."""
     if "util" in sample:
         used, most = (_reading(sample, name) for name in ("memory_used", "memory_used_max"))
         memory = _reading(sample, "memory_total")
@@ -286,7 +286,7 @@ def _sizes_both(used: int | None, most: int | None, total: int | None) -> str:
 
 
 BARS = "▁▂▃▄▅▆▇█"
-_ASCII = str.maketrans(BARS, "_.:-=+*#")  # characters of a terminal without UTF-8
+_ASCII = str.maketrans(BARS, "_.:-=+*#")  # characters for a terminal without UTF-8
 LEAST_BAR = 4  # least columns of the bar of steps
 DRAWS = 2  # refreshes per second; few enough for a slow connection
 WIDTH = 48  # most columns of the loss curve
@@ -294,13 +294,13 @@ LAST_LINES = 12  # log lines in a notebook
 
 
 class LossCurve:
-    """A loss curve of at most WIDTH points, each the mean of equally many values. When the points
-    run out, neighbours are joined: adding a value costs the same in a long run."""
+    """A loss curve of at most WIDTH points; each point is the mean of equally many values. When all
+    points are filled, neighbours are joined, so that adding a value stays cheap in a long run."""
 
     def __init__(self) -> None:
         self.points: list[float] = []
         self._size = 1  # values in each point
-        self._sum = 0.0  # sum of the values that fill no point yet
+        self._sum = 0.0  # sum of the values that do not fill a point yet
         self._count = 0
 
     def add(self, value: float) -> None:
@@ -320,7 +320,7 @@ class LossCurve:
         self._sum, self._count = 0.0, 0
 
     def __str__(self) -> str:
-        """One character per point; the lowest value is the lowest bar."""
+        """Return a character for each point; the lowest value is the lowest bar."""
         if not self.points:
             return ""
         low, high = min(self.points), max(self.points)
@@ -329,15 +329,15 @@ class LossCurve:
 
 
 def time_left(seconds: float) -> str:
-    """Seconds as H:MM:SS."""
+    """Return seconds as H:MM:SS."""
     whole = int(seconds)
     return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """Lines of `Progress.render`. In a narrow terminal the bar of steps becomes shorter, then
-    disappears, then the line becomes two."""
+    """The lines of `Progress.render`. In a narrow terminal the bar of steps becomes shorter or
+    disappears; a still longer line becomes two lines."""
 
     step: int
     total: int
@@ -365,10 +365,11 @@ class _Shown:
 
 
 class Progress:
-    """Progress of a run: the lines of the live view above the GPUs. total: steps of the run."""
+    """The progress of a run, drawn as lines above the GPUs of the live view. total: steps of the
+    run."""
 
     def __init__(self, first_step: int, total_steps: int):
-        """first_step: steps already done, of total_steps."""
+        """first_step: number of steps already done, of total_steps."""
         self.total = max(total_steps, 1)
         self._state: dict[str, Any] = {"step": first_step}
         self.curve = LossCurve()
@@ -383,8 +384,8 @@ class Progress:
             self._times.append(state["ms"])
 
     def render(self, *, goes_on: bool = True) -> _Shown:
-        """Return the lines: three, or more with many scores. goes_on: False leaves out the time
-        left."""
+        """Return the lines: three lines, or more with many scores. goes_on: False leaves out the
+        time left."""
         state = self._state
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         more = state.get("numbers", {}) | state.get("scores", {})
@@ -401,11 +402,12 @@ class Progress:
 
     @property
     def ms(self) -> float:
-        """Mean time of recent steps in ms; 0 before the first step."""
+        """Return the mean time of recent steps in ms; 0 before the first step."""
         return sum(self._times) / len(self._times) if self._times else 0.0
 
     def _speed(self, goes_on: bool) -> str:
-        """Tokens per second and the time left, from recent steps; "" before the first step."""
+        """Return tokens per second and the time left, from recent steps; "" before the first
+        step."""
         if not self._times:
             return ""
         seconds = self.ms / 1000
@@ -415,7 +417,7 @@ class Progress:
 
 
 class LiveView(PlainView):
-    """Log lines with the run's state drawn below them."""
+    """Prints log lines, with the run's state drawn below the lines."""
 
     def __init__(
         self,
@@ -427,7 +429,7 @@ class LiveView(PlainView):
         brief: bool = True,
     ):
         """first_step: number of done steps, of total_steps. panel: table of GPUs. losses: losses of
-        the done steps, the curve's beginning. brief: see PlainView."""
+        the done steps, with which the curve begins. brief: see PlainView."""
         self._console, self._panel = console, panel
         self.shows_sensors, self.brief = panel is not None, brief
         self._progress = Progress(first_step, total_steps)
@@ -439,17 +441,17 @@ class LiveView(PlainView):
     def line(self, text: str, *, bold: bool = False) -> None:
         """Print a line above the view."""
         with optional_console():
-            # Print the line whole: only the view below is cut to the terminal's width.
+            # Print the line in full, because only the view below is cut to the terminal's width.
             line = Text(text, "bold" if bold else "", no_wrap=True, overflow="ignore")
             self._console.print(Group(line), crop=False)  # rich would copy a bare Text
 
     def progress(self, **state: Any) -> None:
-        """Update the view. After a step: step (number of done steps), loss, norm, lr, ms, tokens,
-        and numbers (parts of the loss, by name). After an evaluation: scores by name. After
-        samples: texts by name, a line each. validated: done fraction of a validation, None outside
-        of one. alarm: text of an alarm, or None."""
+        """Update the view. After a step, the keywords are step (number of done steps), loss, norm,
+        lr, ms, tokens, and numbers (parts of the loss, by name). After an evaluation: scores by
+        name. After samples: texts by name, a line each. validated: done fraction of a validation,
+        None when no validation runs. alarm: text of an alarm, or None."""
         self._progress.update(**state)
-        self._live.update(self._render())  # rich's own thread draws this
+        self._live.update(self._render())  # rich's own thread draws the view
 
     def close(self) -> None:
         with optional_console():
@@ -460,12 +462,12 @@ class LiveView(PlainView):
 
 
 class NotebookView(PlainView):
-    """State of a run above its last log lines, in one output of a notebook cell."""
+    """Shows the state of a run above its last log lines, in a single output of a notebook cell."""
 
     brief = True
 
     def __init__(self, first_step: int, total_steps: int, losses: Iterable[float] = ()):
-        """Take the arguments of LiveView."""
+        """The arguments are those of LiveView."""
         super().__init__()
         from IPython.display import display  # installed in every notebook
 
@@ -494,7 +496,7 @@ class NotebookView(PlainView):
             self._drawn = time.monotonic()
 
     def _render(self) -> dict[str, str]:
-        """The output by MIME type."""
+        """Return the output by MIME type."""
         console = Console(
             file=io.StringIO(), record=True, force_jupyter=False, force_terminal=False, width=WIDE
         )
@@ -505,8 +507,8 @@ class NotebookView(PlainView):
 
 
 def _losses(log: Path, steps_done: int) -> list[float]:
-    """Losses of the done steps from the log of a resumed run; [] if the log has none or cannot be
-    read."""
+    """Return losses of the done steps from the log of a resumed run; [] if the log has no losses or
+    cannot be read."""
     if steps_done == 0:
         return []
     with suppress(LlmqError):
@@ -518,8 +520,9 @@ def _losses(log: Path, steps_done: int) -> list[float]:
 def view_of_run(
     steps_done: int, total_steps: int, panel: Panel | None, log: Path, brief: bool
 ) -> PlainView:
-    """Return a live view for a terminal or notebook, else a PlainView; also a PlainView if no step
-    is left. panel: table of GPUs. log: the run's log, with its done steps. brief: see PlainView."""
+    """Return a live view for a terminal or notebook; any other output, and a run without remaining
+    steps, gets a PlainView. panel: table of GPUs. log: the run's log, with its done steps. brief:
+    see PlainView."""
     console = printable_console()
     if steps_done >= total_steps:
         return PlainView()

@@ -1,5 +1,5 @@
-"""Curves of logs over steps, tokens or hours; and `llmq plot`, which draws one or more logs on one
-page, as a picture or as HTML."""
+"""Curves of logs over steps, tokens or hours; `llmq plot` draws logs on a page, as a picture or as
+HTML."""
 
 import itertools
 import json
@@ -29,14 +29,14 @@ AXES = {
 """Labels of the possible x-axes."""
 
 LOSS = "loss (nats per token)"
-# Panels by title, in order: a number of a `step` record, then a reading of a `gpu` record.
+# Panels by title, in order, with the function that reads the panel's number from a `step` record.
 _OF_STEP: dict[str, Callable[[dict[str, Any]], float | None]] = {
     LOSS: lambda r: r["loss"],
     "learning rate": lambda r: r.get("lr"),
     "gradient norm": lambda r: r.get("norm"),
     "tokens per second": lambda r: _rate(r),
 }
-_OF_LOSS = {  # fields of some losses, in `step` and `eval` records
+_OF_LOSS = {  # fields that some losses write to `step` and `eval` records
     "pairs preferred as they should be": "accuracy",
     "margin of rewards": "margin",
     "reward of chosen answers": "reward_chosen",
@@ -51,11 +51,11 @@ _SMOOTH = {LOSS, "gradient norm", "tokens per second"}
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one run in one panel.
+    """The points of a run in one panel.
 
-    panel: title. label: name within the run, such as "evaluation". points: True draws each value as
-    a point, too. smooth: True draws the values faintly below their mean. x: F64 (N,) by axis. y:
-    F64 (N,), NaN where the log has null.
+    panel: title. label: name within the run, such as "evaluation". points: True to mark each value.
+    smooth: True to draw the values faintly below their moving mean. x: F64 (N,) by axis. y: F64
+    (N,), NaN where the log has null.
     """
 
     panel: str
@@ -69,7 +69,7 @@ class Series:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Return the records of a log without undone steps; the log may still grow.
 
-    LlmqError for a log that cannot be read or has nothing to plot.
+    Raises LlmqError for a log that cannot be read or has nothing to plot.
     """
     records = without_undone(LogReader(path).new_records())
     points = [r for r in records if r["log"] in ("step", "eval")]
@@ -88,12 +88,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def smoothed(
     values: np.ndarray, weight: float = SMOOTHING, counts: np.ndarray | None = None
 ) -> np.ndarray:
-    """Exponential mean as in TensorBoard, without bias at the start: the first mean is the first
-    value.
+    """Return the exponential mean as in TensorBoard, without bias at the start: the first mean is
+    the first value.
 
     values: F64 (N,). weight: weight of the previous mean, 0 to below 1. counts: number of logged
-    values behind each value (default 1 each). A value that is not finite gives NaN and does not
-    enter later means. Returns F64 (N,).
+    values for which each value stands (default 1). A value that is not finite gives NaN and does
+    not enter later means. Returns F64 (N,).
     """
     means, mean, remaining = np.full(len(values), np.nan), 0.0, 1.0
     for index, value in enumerate(values):
@@ -106,7 +106,8 @@ def smoothed(
 
 
 def loss_panel(records: list[dict[str, Any]]) -> str:
-    """Title of the panel of a run's loss; losses in different units get different panels."""
+    """Return the title of the panel of a run's loss; losses in different units get different
+    panels."""
     options = {r.get("name"): r.get("value") for r in records if r["log"] == "option"}
     loss = options.get("loss", "ce")
     if loss in (*PREFERENCES, "kto"):
@@ -119,7 +120,8 @@ def loss_panel(records: list[dict[str, Any]]) -> str:
 
 
 def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, np.ndarray]]:
-    """Return a function from records to their positions by axis. steps: `step` records in order.
+    """Return a function from records to the records' positions by axis. steps: `step` records in
+    order.
 
     A record that a step has written lies at the step's end. Steps before the log's first step count
     as many tokens as the first step, and no time.
@@ -143,7 +145,8 @@ def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict
 
 
 def _by_step(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records in the order of steps; of several records of one step the last one counts."""
+    """Return the records in the order of steps; of several records of a step, only the last
+    counts."""
     found = {r["step"]: r for r in records}
     return [found[step] for step in sorted(found)]
 
@@ -194,7 +197,7 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
     for panel, (field, unit) in _OF_GPU.items():
         for rank in sorted({r.get("rank", 0) for r in by_log.get("gpu", [])}):
             of_rank = _by_step(r for r in by_log["gpu"] if r.get("rank", 0) == rank)
-            of_rank = [r for r in of_rank if r.get(field, -1) != -1]  # -1: unknown to the card
+            of_rank = [r for r in of_rank if r.get(field, -1) != -1]  # -1: the card cannot tell
             add(panel, f"GPU {rank}", of_rank, [_number(r[field]) / unit for r in of_rank])
     return found
 
@@ -202,14 +205,15 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
 # ------------------------------------------------------------------------------------------------
 
 
-MAX_POINTS = 3000  # points of a series: more than a screen has columns
+MAX_POINTS = 3000  # points of a series, more than a screen has columns
 TEMPLATE = Path(__file__).with_name("plot.html")
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
 COLORS += ("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
 def thinned(values: np.ndarray) -> np.ndarray:
-    """Indices of the values to draw: all of a few, else the lowest and highest of each stretch."""
+    """Return indices of the values to draw: all values if few, else the lowest and the highest
+    value of each interval."""
     count = len(values)
     if count <= MAX_POINTS:
         return np.arange(count)
@@ -227,7 +231,7 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 
 
 def _averages(values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means and counts of the finite values between kept indices, both F64."""
+    """Return means and counts of the finite values between kept indices, both F64."""
     starts = np.concatenate(([0], kept[:-1] + 1))
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite.astype(float), starts)
@@ -236,8 +240,8 @@ def _averages(values: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _drawn(series: Series, run: str, color: str) -> dict[str, Any]:
-    """A series in JSON's types. The page smooths `averages` with their `counts` if points are left
-    out, else `y`."""
+    """Return a series as JSON values. If points are left out, the page smooths `averages`, weighted
+    by `counts`; if all points are kept, the page smooths `y`."""
     kept = thinned(series.y)
     averages = counts = None
     if series.smooth and len(kept) < len(series.y):
@@ -284,8 +288,8 @@ Runs = dict[str, list[Series]]
 
 
 def _names(logs: dict[Path, list[dict[str, Any]]]) -> Iterator[str]:
-    """Yield a name for each log: its run's name; if two logs share this name, the file's stem, else
-    its path."""
+    """Yield a name for each log: its run's name, or the file's stem if two logs share the run's
+    name. If two logs also share the stem, the name is the path."""
     stems = [path.stem for path in logs]
     owners = [RunId.of(records[0].get("run")) for records in logs.values()]
     names = [stem if run is None else run.name for run, stem in zip(owners, stems, strict=True)]
@@ -297,7 +301,7 @@ def _names(logs: dict[Path, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def read_runs(logs: list[Path], x: str) -> Runs:
-    """Return the series of each log. DataError if a log cannot be read or lacks this axis;
+    """Return the series of each log. Raises DataError if a log cannot be read or lacks this axis,
     ConfigError if a log is given twice."""
     if len(set(logs)) < len(logs):
         raise ConfigError("a log is given twice")
@@ -314,7 +318,7 @@ def read_runs(logs: list[Path], x: str) -> Runs:
 
 
 def panels_of(runs: Runs) -> list[str]:
-    """Titles of all panels, losses first."""
+    """Return the titles of all panels, losses first."""
     orders = [list(dict.fromkeys(s.panel for s in series)) for series in runs.values()]
     most = max(orders, key=len)
     losses = [order[0] for order in orders if order]  # `series_of` begins with the loss
@@ -322,14 +326,14 @@ def panels_of(runs: Runs) -> list[str]:
 
 
 def _escaped(name: str) -> str:
-    """A label in which matplotlib gives no meaning to `$` and a leading `_`."""
+    """Return a label in which matplotlib gives no meaning to `$` and a leading `_`."""
     name = name.replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
 
 
 def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
-    """Draw one panel: a color for each run, a marker or line style for each label; smooth series
-    also faintly without smoothing."""
+    """Draw one panel. Each run has a color, each label a marker or line style; smooth series are
+    also drawn faintly without smoothing."""
     labels = list(dict.fromkeys(s.label for of in runs.values() for s in of if s.panel == panel))
     handles = {}
     for number, all_series in enumerate(runs.values()):
@@ -344,7 +348,7 @@ def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
             drawn = smoothed(series.y, smoothing) if series.smooth else series.y
             (line,) = axes.plot(series.x[x], drawn, **style)
             handles[series.label] = copy(line)
-            handles[series.label].set_color("#444")  # the label is common to all runs
+            handles[series.label].set_color("#444")  # a color of no run
     axes.set_title(_escaped(panel), fontsize="medium")
     axes.grid(alpha=0.3)
     axes.ticklabel_format(useOffset=False)
@@ -361,7 +365,8 @@ def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
 
 
 def _places(grid: Any, count: int) -> list[Any]:
-    """Grid cells of the panels: the first panel and a last odd one take a whole row."""
+    """Return the grid cells of the panels. The first panel takes a whole row; so does the last
+    panel if nothing is left to stand beside it."""
     places = [grid[0, :], *(grid[1 + n // COLUMNS, n % COLUMNS] for n in range(count - 1))]
     if (count - 1) % COLUMNS:
         places[-1] = grid[-1, :]
@@ -369,8 +374,8 @@ def _places(grid: Any, count: int) -> list[Any]:
 
 
 def figure_of(runs: Runs, x: str, smoothing: float = SMOOTHING) -> Any:
-    """Return the matplotlib Figure of all panels: the loss over the whole width, other panels
-    below, run names above."""
+    """Return the matplotlib Figure of all panels: the loss over the whole width, other panels below
+    the loss, run names at the top."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -388,10 +393,11 @@ def figure_of(runs: Runs, x: str, smoothing: float = SMOOTHING) -> Any:
 
 
 def output(out: Path | None, html: bool, overwrite: bool = False) -> Path:
-    """Return the path to write; without a name the first free default, or the default itself with
-    `overwrite`.
+    """Return the path to write. Without a name, return the first free default, or with `overwrite`
+    the default itself.
 
-    ConfigError for an unknown suffix, a picture where HTML is wanted, or an existing file.
+    Raises ConfigError for an unknown suffix, for a picture with `html`, and for an existing file
+    without `overwrite`.
     """
     if out is None:
         suffix = "html" if html else "png"
@@ -417,9 +423,9 @@ def run_plot(
 ) -> None:
     """Draw the curves of logs: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
 
-    out: its suffix is one of FORMATS; None: loss.png, or loss.html with `html`, with a number if
-    the file exists. x: one of AXES. overwrite: replace an existing file. smoothing: weight of
-    `smoothed`.
+    out: path with a suffix of FORMATS; None: loss.png, or loss.html with `html`, with a number
+    added if the file exists. x: one of AXES. overwrite: replace an existing file. smoothing: weight
+    of `smoothed`.
     """
     if x not in AXES:
         raise ConfigError(f"--x: expected {' or '.join(AXES)}, got {x!r}")

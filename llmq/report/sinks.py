@@ -1,8 +1,8 @@
-"""TensorBoard and Weights & Biases as sinks of a run's log.
+"""TensorBoard and Weights & Biases as sinks, which receive the records of a run's log.
 
-A `SinkListener` sends each record of a run as soon as the log has it; `llmq watch` sends the
-records of a file. A record holds either numbers of its step, under names such as `train/loss`, or a
-text about the whole run, such as the command line.
+A `SinkListener` sends each record of a run as soon as the log has the record; `llmq watch` sends
+the records of a file. A record holds either numbers of a step, under names such as `train/loss`, or
+a text about the whole run, such as the command line.
 """
 
 import functools
@@ -37,14 +37,14 @@ from llmq.report.json_log import (
 )
 
 _COMMON = {"log", "time", "step"}
-# Divisors of readings that the log has in other units than W, MiB and MiB/s.
+# Divisors of readings whose units in the log are not W, MiB or MiB/s.
 _UNITS = {"power": 1000, "power_limit": 1000, "pcie_rx": MIB, "pcie_tx": MIB}
 _UNITS |= dict.fromkeys(("dram_free", "dram_total", "memory_used", "memory_total"), MIB)
 _EXTREME = re.compile("_(max|min)$")
 
 
 def _numeric(fields: dict[str, Any]) -> dict[str, float]:
-    """The fields that are numbers; null, a value that was not finite, becomes NaN."""
+    """Return the fields that are numbers; null, a value that was not finite, becomes NaN."""
     return {
         name: math.nan if value is None else value
         for name, value in fields.items()
@@ -53,7 +53,8 @@ def _numeric(fields: dict[str, Any]) -> dict[str, float]:
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Numbers of a record by their names in sinks; {} for a record without numbers."""
+    """Return the numbers of a record by the numbers' names in sinks; {} for a record without
+    numbers."""
     kind, values = record["log"], _numeric(record)
     match kind:
         case "step" | "eval":
@@ -85,7 +86,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
         case "sol":
             return {f"flops_per_token/{p}": values[p] for p in ("blocks", "lm_head", "attention")}
         case "info" if record["type"] == "time-breakdown":
-            sums: dict[str, float] = {}  # sums over micro-steps
+            sums: dict[str, float] = {}  # by name, summed over micro-steps
             for part in record["breakdown"]:
                 for name in part.keys() - {"step"}:
                     sums[name] = sums.get(name, 0.0) + part[name]
@@ -94,7 +95,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def text(record: dict[str, Any]) -> tuple[str, Any] | None:
-    """Name and content (in JSON's types) of a record about the whole run; None for other
+    """Return name and content (as JSON values) of a record about the whole run; None for other
     records."""
     kind = record["log"]
     match kind:
@@ -123,12 +124,12 @@ def _library(flag: str, module: str) -> Any:
 
 
 class TensorBoard:
-    """A TensorBoard event file, created with the first event. The library's `Writer` is not used:
-    it takes only numbers, and its thread prints a traceback if the disk is full."""
+    """A TensorBoard event file, created with the first event. The library's `Writer` is not used,
+    because it takes only numbers, and its thread prints a traceback if the disk is full."""
 
     def __init__(self, directory: Path, run: RunId | None = None, first: int = 0):
         """run: the run of all events. Earlier events of this run in the directory are replaced from
-        the step `first` on; ConfigError if the directory holds events of another run."""
+        the step `first` on. Raises ConfigError if the directory holds events of another run."""
         library = functools.partial(_library, "tensorboard")
         self._scalar = library("tensorboard.plugins.scalar.summary_v2").scalar_pb
         self._text = library("tensorboard.plugins.text.summary_v2").text_pb
@@ -151,18 +152,19 @@ class TensorBoard:
         writer = self._writer_of(open(self._path, "xb"))  # noqa: SIM115
         start = self._event(wall_time=time.time(), file_version="brain.Event:2")
         writer.write(start.SerializeToString())
-        # TensorBoard takes a directory's first restart event for the beginning.
+        # TensorBoard takes a directory's first restart event for the beginning of the run.
         writer.write(self._restart(time.time(), self._first).SerializeToString())
         return writer
 
     def _restart(self, timestamp: float, step: int) -> Any:
-        """An event after which TensorBoard forgets all numbers from `step` on."""
+        """Return an event after which TensorBoard forgets all numbers from `step` on."""
         event = self._event(wall_time=timestamp, step=step)
         event.session_log.status = event.session_log.START
         return event
 
     def rewind(self, timestamp: float, step: int) -> bool:
-        """Take back the numbers from `step` on; return True, because TensorBoard can."""
+        """Take back the numbers from `step` on. Returns True, because TensorBoard can take numbers
+        back."""
         with disk_errors(self._path):
             self._writer.write(self._restart(timestamp, step).SerializeToString())
         return True
@@ -194,7 +196,7 @@ class TensorBoard:
 
 
 def _markdown(content: Any) -> str:
-    """A dict as a Markdown table, other content as code."""
+    """Return a dict as a Markdown table, other content as code."""
     if not isinstance(content, dict):
         return "    " + (content if isinstance(content, str) else json.dumps(content))
     return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in content.items())])
@@ -204,26 +206,27 @@ class WeightsAndBiases:
     """A run of Weights & Biases; the library's own settings decide if the run is online."""
 
     def __init__(self, project: str, name: str, run: RunId | None = None):
-        """run: the run, which is continued if the project has a run with this id."""
+        """run: the run to continue if the project has a run with this id."""
         wandb = _library("wandb", "wandb")
         same = {} if run is None else {"id": run.id, "resume": "allow"}
         self._run = self._call(wandb.init, project=project, name=name, **same)
-        # Steps before `_step` are complete; `_names` are the numbers sent of `_step`.
+        # Steps before `_step` are complete; `_names` are the names of numbers already sent for
+        # `_step`.
         self._step, self._names = getattr(self._run, "starting_step", 0) or 0, set()
 
     @property
     def url(self) -> str | None:
-        """The web address of the run; None for an offline run."""
+        """Return the web address of the run; None for an offline run."""
         return getattr(self._run, "url", None)
 
     def rewind(self, timestamp: float, step: int) -> bool:
-        """Return False: Weights & Biases takes no step after a later step."""
+        """Return False, because Weights & Biases accepts no step after a later step."""
         return False
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
-        except Exception as error:  # any error of the library, its settings or the network
+        except Exception as error:  # an error of the library, the settings or the network
             raise LlmqError(f"--wandb: {error or type(error).__name__}") from error
 
     def numbers(self, timestamp: float, step: int, values: dict[str, float]) -> None:
@@ -246,21 +249,22 @@ Sink = TensorBoard | WeightsAndBiases
 
 
 class Replay:
-    """Records on their way to sinks. Repeated steps of a resumed run replace the undone ones in
-    sinks that can take numbers back. Records of steps before the newest one are left out."""
+    """Sends records to sinks. Repeated steps of a resumed run replace the undone steps in sinks
+    that can take numbers back. Records of steps before the newest step are not sent."""
 
     def __init__(self, log: Path, sinks: list[Sink]):
         self.log, self.sinks = log, sinks
-        self.done = False  # True once the run is complete and no other has begun
+        self.done = False  # True once the run is complete and no new run has begun
         self._course = Course()
         self._newest = 0  # newest step
         self._sent: set[str] = set()  # names of the numbers sent for the newest step
-        # Timestamps and numbers of records between steps, by step.
+        # By step, the timestamps and numbers of records between two steps.
         self._between: dict[int, list[tuple[float, dict[str, float]]]] = {}
         self._options: dict[str, Any] = {}
 
     def send(self, record: dict[str, Any]) -> None:
-        """Send a record to all sinks. DataError if it is not as llmq train writes it."""
+        """Send a record to all sinks. Raises DataError if llmq train cannot have written the
+        record."""
         kind, step, timestamp = record["log"], record["step"], record["time"]
         with as_written(self.log, f"its record of {kind} at step {step}"):
             if kind == "option":
@@ -322,7 +326,7 @@ def open_sinks(
 def _tensorboard(
     directory: Path, log: Path, name: str | None, run: RunId | None, first: int
 ) -> TensorBoard:
-    """Open a TensorBoard sink under the log's name; if another run has this name, append the run's
+    """Open a TensorBoard sink under the log's name. If another run has this name, append the run's
     id."""
     try:
         return TensorBoard(directory / (name or log.stem), run, first)
@@ -333,26 +337,27 @@ def _tensorboard(
 
 
 def _places_of(tensorboard: Path | None, wandb: str | None) -> dict[str, Any]:
-    """Values of the given sink flags, by flag."""
+    """Return the values of the given sink flags, by flag."""
     places = {"tensorboard": tensorboard, "wandb": wandb}
     return {flag: place for flag, place in places.items() if place is not None}
 
 
 def check_libraries(config: TrainConfig) -> None:
-    """Raise ConfigError for a sink whose library is not installed, before anything is loaded."""
+    """Raise ConfigError for a sink whose library is not installed. The check runs before the run
+    loads any file."""
     for flag in _places_of(config.tensorboard, config.wandb):
         if importlib.util.find_spec(flag) is None:
             raise ConfigError(f"--{flag}: there is no library {flag}: pip install {flag}")
 
 
 class SinkListener(Callback):
-    """One sink of a log that this process writes, opened with the first record. A log that
-    continues sends its earlier records first. A failure is reported once and ends the listener,
-    never the run."""
+    """Sends a log that this process writes to a sink, opened with the first record. A log that
+    continues an older log sends the earlier records first. A failure is reported once and ends the
+    listener, never the run."""
 
     def __init__(self, flag: str, place: Any, log: JsonLog, tell: Callable[[str, int], None]):
-        """flag, place: an item of `_places_of`. log: a log without records of this process. tell:
-        function that shows a line about a step."""
+        """flag, place: a key and a value of `_places_of`. log: a log without records of this
+        process. tell: function that shows a line about a step."""
         self._flag, self._place, self._log, self._tell = flag, place, log, tell
         reader = LogReader(log.path)
         self._earlier = list(reader.new_records()) if has_records(log.path) else []
@@ -365,7 +370,7 @@ class SinkListener(Callback):
                 self._begin([*self._earlier, record])
             else:
                 self._replay.send(record)
-        except Exception as error:  # any cause: library, settings, network, disk
+        except Exception as error:  # the library, the settings, the network or the disk failed
             self._log.listeners.remove(self)
             for sink in self._sinks:
                 with suppress(Exception):
@@ -374,7 +379,7 @@ class SinkListener(Callback):
             self._tell(f"WARNING: {self._told(error)}: the run goes on without it", record["step"])
 
     def _told(self, error: Exception) -> str:
-        """One-line message of an error, after the flag that caused it."""
+        """Return an error's message in a line, after the flag of the sink."""
         message = " ".join(str(error).split()) or type(error).__name__
         return f"--{self._flag}: {message.removeprefix(f'--{self._flag}: ')}"
 
@@ -387,7 +392,7 @@ class SinkListener(Callback):
             self._tell(f"Weights & Biases: {url}", records[-1]["step"])
 
     def on_end(self, end: RunEnd) -> None:
-        """Close the sinks, which sends the rest; a failure is a warning."""
+        """Close the sinks, which sends the remaining records. A failure is only a warning."""
         try:
             for sink in self._sinks:
                 sink.close()
@@ -407,10 +412,10 @@ def sinks_of_run(
 def run_watch(
     log: Path, *, tensorboard: Path | None, wandb: str | None, name: str | None, interval: int
 ) -> None:
-    """Send a log's records, and every `interval` seconds new ones until the run is done.
+    """Send a log's records, then every `interval` seconds the new records until the run is done.
 
-    interval: 0 sends only the existing records. name: name of the run in the sink; None: the log's
-    name.
+    interval: in seconds; 0 sends only the existing records. name: name of the run in the sink;
+    None: the log's name.
     """
     places = _places_of(tensorboard, wandb)
     if not places:

@@ -1,6 +1,6 @@
-"""Tables of one head and rows for a terminal, in Markdown and in CSV.
+"""Tables of a head and rows: for a terminal, in Markdown and in CSV.
 
-Cells are shown as by `str`. Only CSV text ends with a newline.
+`str` gives the text of a cell. Only CSV text ends with a newline.
 """
 
 import csv
@@ -19,13 +19,13 @@ def markdown_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
 
 
 def labelled(facts: Mapping[str, str | None], width: int) -> list[str]:
-    """Terminal lines " Name: fact"; facts that are None are left out. width: characters of name,
-    colon and blanks."""
+    """Return terminal lines " Name: fact"; facts that are None are left out. width: characters of
+    name, colon and blanks."""
     return [f"  {name + ':':{width}}{fact}" for name, fact in facts.items() if fact is not None]
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
-    """Return CSV text. Booleans are spelled as in option files, and None is an empty cell."""
+    """Return CSV text. Booleans are spelled as in option files; None gives an empty cell."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(head)
@@ -37,8 +37,8 @@ def csv_table(head: Sequence[str], rows: Iterable[Cells]) -> str:
 def terminal_table(
     head: Sequence[str], rows: Iterable[Cells], *, right: Collection[int] = (), indent: int = 0
 ) -> str:
-    """Return a table with columns two blanks apart, aligned by rich. Lines are never cut to the
-    terminal's width, because programs read them.
+    """Return a table that rich has aligned, with columns two blanks apart. Lines are never cut to
+    the terminal's width, because programs read them.
 
     right: indices of right-aligned columns. indent: blanks before each line.
     """

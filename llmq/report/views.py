@@ -1,5 +1,5 @@
 """Output of a run's lines, plain or through a live view (live.py); and progress of commands that
-read or make tokens."""
+read or write tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ PROGRESS_SECONDS = 3  # seconds between lines about a long validation
 
 @contextmanager
 def optional_console() -> Iterator[None]:
-    """Let training go on without standard output if the block cannot write it: the reader has gone
-    (Ctrl-C ends tee, too), the disk is full, or the terminal was closed."""
+    """Let training continue without standard output if code within the context cannot write it.
+    Possible causes: the reading process has ended (Ctrl-C ends tee, too), the disk is full, or the
+    terminal was closed."""
     try:
         yield
     except OSError as error:
@@ -27,10 +28,10 @@ def optional_console() -> Iterator[None]:
 
 
 class PlainView:
-    """Lines on standard output, and from time to time the progress of a long validation.
+    """Prints lines on standard output, and every few seconds the progress of a long validation.
 
     shows_sensors: True if GPUs and CPUs are always shown. brief: True if lines of steps and
-    validations are short, because the view shows the rest.
+    validations are short, because the view shows further numbers.
     """
 
     shows_sensors = False
@@ -40,14 +41,14 @@ class PlainView:
         self._next = 0.0  # time of the next line about a validation
 
     def line(self, text: str, *, bold: bool = False) -> None:
-        """Show one line of the log."""
+        """Show a line of the log."""
         with optional_console():
             bold = bold and sys.stdout.isatty()
             text = printable(text)
             print_own(f"\033[1m{text}\033[22m" if bold else text)
 
     def progress(self, **state: Any) -> None:
-        """Show progress beside the log; keywords as in live.LiveView.progress."""
+        """Show progress beside the log. The keywords are those of live.LiveView.progress."""
         part, now = state.get("validated"), time.monotonic()
         if part == 0.0:
             self._next = now + PROGRESS_SECONDS
@@ -56,26 +57,26 @@ class PlainView:
             self.line(f"  validation: {part:.0%}")
 
     def close(self) -> None:
-        """Stop showing."""
+        """End the view."""
 
 
-REPORT_SECONDS = 10.0  # seconds between lines without a terminal
+REPORT_SECONDS = 10.0  # seconds between lines about progress without a terminal
 
 
 class Progress:
-    """A bar on a terminal, else a line from time to time; nothing if `enabled` is False. Rates
-    count from the first update, without work done before it."""
+    """Shows progress as a bar on a terminal, and as a line every REPORT_SECONDS elsewhere. With
+    enabled=False nothing is shown. Rates exclude work done before the first update."""
 
     def __init__(self, name: str, total: int, *, enabled: bool = True) -> None:
-        """name: name of the command. total: whole work in the unit of `update`."""
+        """name: name of the command. total: the whole work in the unit of `update`."""
         self._name, self._total, self._enabled = name, total, enabled
         self._bar = _bar(name, total) if enabled and sys.stderr.isatty() else None
         self._last = time.monotonic()
         self._first: tuple[int, float] | None = None
 
     def update(self, done: int, tokens: int | None = None) -> None:
-        """done: work so far, including earlier runs. tokens: tokens of that work; None: the unit is
-        tokens."""
+        """done: work done so far, including earlier runs. tokens: tokens of this work; None: the
+        unit of work is tokens."""
         now, tokens = time.monotonic(), done if tokens is None else tokens
         self._first = self._first or (tokens, now)
         first, start = self._first
