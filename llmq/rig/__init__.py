@@ -1,4 +1,4 @@
-"""`llmq rig`: measurements of a machine, their report, and the card file with the rates of plans.
+"""`llmq rig`: measures a machine, writes a report, and writes the card file with rates for plans.
 
-Imports everything below: base to bench. Start with `rig.py`.
+This folder imports all folders below, from base to bench. Begin to read with `rig.py`.
 """

@@ -1,5 +1,5 @@
-"""Copy rates between GPUs and pinned host memory, and between GPUs: alone, both ways, all at
-once."""
+"""Copy rates between GPUs and pinned host memory, and between GPUs. Copies run alone, in both
+directions, and on all GPUs at once."""
 
 import contextlib
 import threading
@@ -19,16 +19,16 @@ from llmq.runtime.pinned import PinnedMemory
 
 COPY = 256 * MIB  # bytes of a copy
 SECONDS = 0.5  # target duration of a measurement
-GUESS = 40e9  # bytes per second, an assumed rate that sets the number of copies
+GUESS = 40e9  # in bytes per second, an assumed rate that sets the number of copies
 WAYS = {"in": (True, False), "out": (False, True), "both": (True, True)}
 
 Rates = dict[str, list[float]]
-"""GB/s of each GPU that takes part, by the keys of WAYS; "both" counts the slower direction."""
+"""GB/s of each GPU that copies, by the keys of WAYS; "both" counts the slower direction."""
 
 
 class End:
-    """One GPU with a device buffer, a pinned host buffer and a stream for each direction. One
-    thread near the GPU makes, uses and closes an End."""
+    """A GPU with, for each direction, a device buffer, a pinned host buffer and a stream. One
+    thread, bound to cores near the GPU, makes, uses and closes an End."""
 
     def __init__(self, api: Any, gpu: int, nbytes: int = COPY):
         """api: CuPy's CUDA runtime module."""
@@ -40,22 +40,22 @@ class End:
         self.streams = [api.streamCreateWithFlags(NON_BLOCKING) for _ in WAYS["both"]]
 
     def copy(self, way: int) -> None:
-        """Enqueue one copy; way 0: host to GPU, 1: GPU to host."""
+        """Enqueue a copy. way: 0 for host to GPU, 1 for GPU to host."""
         pair = (self.device[way], self.host[way])
         dst, src = pair if way == 0 else pair[::-1]
         self.api.memcpyAsync(dst, src, self.nbytes, self.api.memcpyDefault, self.streams[way])
 
     def rate(self, ways: tuple[bool, bool], start: threading.Barrier, seconds: float) -> float:
-        """GB/s of the slower direction among `ways`, by the GPU's events; all Ends wait for each
-        other at `start`."""
+        """Return the GB/s of the slower direction among `ways`, by the GPU's events. All Ends wait
+        for each other at `start`."""
         api, count = self.api, int(seconds * GUESS / self.nbytes)
         taking_part = [way for way, takes_part in enumerate(ways) if takes_part]
         for way in taking_part:
-            for _ in range(2):  # the first copy wakes the link
+            for _ in range(2):  # the first copy wakes the link from power saving
                 begin = time.perf_counter()
                 self.copy(way)
                 api.streamSynchronize(self.streams[way])
-            # Behind a riser with one lane the usual number of copies would take minutes.
+            # With a riser of a single PCIe lane, the usual number of copies would take minutes.
             count = min(count, int(seconds / (time.perf_counter() - begin)))
         count = max(count, 2)
         start.wait()
@@ -85,7 +85,7 @@ class End:
 
 
 def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float = SECONDS) -> Rates:
-    """Rates of GPUs that copy at the same time, each driven by its own thread."""
+    """Return rates of GPUs that copy at the same time, each GPU driven by its own thread."""
     start = threading.Barrier(len(gpus))
     found: Rates = {name: [0.0] * len(gpus) for name in WAYS}
 
@@ -101,7 +101,7 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
             finally:
                 end.close()
         except Exception:
-            start.abort()  # else the other threads would wait for ever
+            start.abort()  # without abort() the other threads would wait for ever
             raise
 
     with ThreadPoolExecutor(len(gpus)) as pool:
@@ -113,8 +113,9 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
 
 
 def measure(job: Job, *, gpus: int, **_: Any) -> None:
-    """Rig part `bus`. Notes `alone`, the rates of each GPU; `at_once`, the rates of the first N
-    GPUs that copy together, by N; `pairs`, one record for each ordered pair of GPUs."""
+    """Measure the part `bus` of the rig. Notes `alone`, the rates of each GPU; `at_once`, by N, the
+    rates of the first N GPUs that copy together; `pairs`, a record for each ordered pair of
+    GPUs."""
     from llmq.runtime.cuda_api import load
 
     api = load().runtime

@@ -1,5 +1,5 @@
-"""Rates of the directories of `--offload-dir`: large direct writes and reads, several at a time, as
-updates make them."""
+"""Rates of the directories of `--offload-dir`: several large direct writes or reads at a time, as
+optimizer updates make."""
 
 import mmap
 import time
@@ -13,12 +13,12 @@ import numpy as np
 from llmq.bench.child import Job
 from llmq.runtime.files import BUFFER_BYTES, CHUNK, DEPTH, Files
 
-SIZE = 8 << 30  # bytes of scratch files: more than what disks keep in a memory of their own
+SIZE = 8 << 30  # bytes of scratch files, more than the memory within a disk
 SECONDS = 20.0  # longest measurement of one direction
 
 
 def rate(move: Callable[[int, int, np.ndarray], Any], files: Files, size: int, seconds: float):
-    """GB/s of moving chunks between slots and files from start to end, again and again."""
+    """Return the GB/s of moving chunks between slots and files, repeatedly from start to end."""
     begin = time.monotonic()
 
     def run(first: int) -> int:
@@ -34,7 +34,8 @@ def rate(move: Callable[[int, int, np.ndarray], Any], files: Files, size: int, s
 
 
 def measure(job: Job, *, folders: Sequence[str], size: int = SIZE, **_: Any) -> None:
-    """Rig part `disk`. Notes `read` and `write`, GB/s of all directories together."""
+    """Measure the part `disk` of the rig. Notes `read` and `write`, in GB/s of all directories
+    together."""
     buffers = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8)
     files = Files([Path(folder) for folder in folders], size, buffers)
     for slot in files.slots:  # a disk may compress zeros

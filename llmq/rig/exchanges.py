@@ -1,5 +1,5 @@
-"""Speed of collectives, alone and beside kernels, and the slowdown of these kernels. Each backend
-needs a process of its own, because NCCL reads its settings once."""
+"""Speed of collectives, alone and beside kernels, and the slowdown of the kernels. Each backend
+needs its own process, because NCCL reads its settings once."""
 
 import itertools
 import time
@@ -26,8 +26,8 @@ from llmq.runtime.mesh import Mesh
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import RankPool, Workers
 
-CALLS, REPLAYS = 10, 3  # collectives in a graph, replays of the graph
-SIZES = (1, 16, 222)  # MiB of a slab: one block of Qwen2.5-7B in fp8 has 222
+CALLS, REPLAYS = 10, 3  # number of collectives in a CUDA graph, number of replays of the graph
+SIZES = (1, 16, 222)  # MiB of a slab, the weights of a block; a block of Qwen2.5-7B in fp8 has 222
 COPIES = {"memcpy_all_gather": True, "memcpy_send_recv": True}
 BACKENDS = {
     "nccl": CommOptions(all_to_all_reduce=True),
@@ -35,12 +35,12 @@ BACKENDS = {
     "copies": CommOptions(all_to_all_reduce=True, **COPIES),
     "staged": CommOptions(all_to_all_reduce=True, p2p="off", **COPIES),
 }
-# Kernels beside the collectives: a product of square matrices, then a copy, in about the proportion
-# of a training step.
+# The kernels beside the collectives are a product of square matrices and a copy, with durations in
+# about the proportion of a training step.
 PRODUCT = {"cuda": 4096, "host": 64}  # rows
 COPY = {"cuda": 128 * MIB, "host": MIB}
-LONGER = 2  # kernel time over collective time, so that kernels outlast the collectives
-LOAD = "load"  # operation name: host-to-GPU traffic beside collectives
+LONGER = 2  # kernel time divided by collective time, so that kernels outlast the collectives
+LOAD = "load"  # name of an operation: host-to-GPU traffic beside collectives
 
 Times = dict[tuple[str, int], float]
 """Seconds by operation and MiB of a slab."""
@@ -48,11 +48,12 @@ Times = dict[tuple[str, int], float]
 
 @dataclass
 class Exchanges:
-    """Measurements of one backend. alone: seconds of a call on the slowest rank. beside: seconds of
-    a call beside kernels, on the rank that waits for no other. slowdown: duration of the kernels
-    relative to their duration alone, at the largest size. load: (bytes copied from host memory,
-    seconds of these copies alone, seconds that they add to an exchange); None unless collectives go
-    through host memory. intact: True if gathered data equal the sent data."""
+    """Measurements of a backend. alone: seconds of a call on the slowest rank. beside: seconds of a
+    call beside kernels, on the rank that waits for no other rank. slowdown: duration of the kernels
+    beside collectives, divided by the kernels' duration alone, at the largest size. load: (bytes
+    copied from host memory, seconds of these copies alone, seconds that they add to an exchange);
+    None unless collectives go through host memory. intact: True if gathered data equal the sent
+    data."""
 
     links: LinkTable | None = None
     alone: Times = field(default_factory=dict)
@@ -63,10 +64,11 @@ class Exchanges:
 
 
 class Kernels:
-    """Kernels of the main stream beside collectives, and clocks for both."""
+    """Kernels of the main stream that run beside collectives, and device clocks for kernels and
+    collectives."""
 
     def __init__(self, dev: Device, kind: str):
-        """kind: "cuda" or "host", the kind of device that sets the sizes, because `dev` may be a
+        """kind: the kind of device, "cuda" or "host", that sets the sizes. `dev` may be a
         PlanDevice."""
         rows, nbytes = PRODUCT[kind], COPY[kind]
         self.dev = dev
@@ -100,27 +102,30 @@ def _alloc(
 
 
 class Program:
-    """One rank's measurements and their memory; a run on a PlanDevice gives the memory sizes."""
+    """A rank's measurements, and the memory for measuring; a run on a PlanDevice gives the memory
+    sizes."""
 
     def __init__(self, dev: Device, options: CommOptions, mib: int, kind: str):
-        """mib: size of the largest slab. kind: device kind that sets the sizes of kernels."""
+        """mib: size of the largest slab. kind: the kind of device that sets the sizes of
+        kernels."""
         self.dev, self.world = dev, dev.mesh.size()
         self.slab = _alloc(dev, (self._length(mib),))
         self._spare = _alloc(dev, (self.slab.size // self.world,))
-        # Marks that a call's input is complete: as in a step, a send through host memory need not
-        # wait for the call before.
+        # This event marks that the input of a call is complete. As in a training step, a send
+        # through host memory need not wait for the previous call.
         self._ready = dev.event()
         self.kernels = Kernels(dev, kind)
         self.operations = {"all_gather": self._all_gather, "all_to_all": self._all_to_all}
         if options.nccl:
             self.operations["reduce_scatter"] = dev.mesh.group().reduce_scatter
-        # Half of the bytes that a rank receives, as fp8 weights are half of their bf16 gradients.
+        # The load has half of the bytes that a rank receives, as fp8 weights have half of the bytes
+        # of bf16 gradients.
         size = self.slab.nbytes * (self.world - 1) // self.world // 2
         places = ("device", "pinned") if options.p2p == "off" else ()
         self._loaded = [_alloc(dev, (size,), U8, place) for place in places]
 
     def _length(self, mib: int) -> int:
-        unit = 128 * self.world  # elements, the alignment of slabs
+        unit = 128 * self.world  # in elements: the alignment of slabs
         return mib * MIB // BF16.itemsize // unit * unit
 
     def _all_gather(self, slab: Tensor) -> None:
@@ -158,8 +163,8 @@ class Program:
             call()
 
     def _captured(self, key: tuple, fn: Callable[[], None]) -> Callable[[], None]:
-        """Capture `fn` as a graph and return its replay. The first run is silent, without the other
-        ranks, as in Rank.warm_up."""
+        """Capture `fn` as a CUDA graph and return a function that replays the graph. The first run
+        is silent, without the other ranks, as in Rank.warm_up."""
         dev = self.dev
         with silenced(dev), dev.without_graphs():
             fn()
@@ -169,7 +174,7 @@ class Program:
         return lambda: dev.graph(key, fn)
 
     def _alone(self, workers: Workers, key: tuple, call: Callable[[], None]) -> float:
-        """Seconds of one call on this rank; all ranks begin together."""
+        """Return the seconds of a call on this rank; all ranks begin together."""
 
         def several() -> None:
             with self.dev.on("comm"):
@@ -186,9 +191,9 @@ class Program:
     def _beside(
         self, workers: Workers, key: tuple, call: Callable[[], None], count: int
     ) -> tuple[float, float]:
-        """Seconds of one call on this rank beside `count` kernels, and seconds of all these
-        kernels. One call before the clock starts aligns the ranks: data that already wait in a late
-        rank's ring would look like speed."""
+        """Return the seconds of a call on this rank beside `count` kernels, and the seconds of all
+        these kernels. A first call before the clock starts aligns the ranks. Without this call,
+        data that wait in a late rank's buffer would look like speed."""
         dev, kernels = self.dev, self.kernels
 
         def several() -> None:
@@ -205,9 +210,9 @@ class Program:
         return exchanging / (CALLS * REPLAYS), computing / REPLAYS
 
     def _with_load(self, workers: Workers) -> tuple[int, float, float]:
-        """Measure Exchanges.load. The copies share one direction of the bus with the collective,
-        whose traffic in the other direction slows the copies down. So the cost of the copies is the
-        time of both together less the time of the collective alone."""
+        """Measure Exchanges.load. The copies and the collective share a direction of the bus, and
+        the collective's traffic in the other direction slows the copies down. The cost of the
+        copies is therefore the time of both together less the time of the collective alone."""
         exchange = partial(self._all_to_all, self.slab)
 
         def load() -> None:
@@ -223,7 +228,8 @@ class Program:
         return self._loaded[0].nbytes, took["load"], max(took["both"] - took["exchange"], 1e-9)
 
     def _intact(self, workers: Workers, slab: Tensor) -> bool:
-        """True if each rank's part, filled with rank + 1, arrives at all other ranks."""
+        """Return True if each rank's part of the slab, filled with rank + 1, arrives at all other
+        ranks."""
         dev = self.dev
         dev.zero(slab)
         elementwise.fill(dev, part(slab, dev.mesh.rank, self.world), float(dev.mesh.rank + 1))
@@ -236,7 +242,7 @@ class Program:
 
 
 def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> Device:
-    """Open a rank's device; device: "cuda" or "cpu"."""
+    """Open a rank's device. device: "cuda" or "cpu"."""
     mesh = Mesh.of(world_size, rank)
     if device == "cpu":
         return HostDevice(sizes, mesh=mesh)
@@ -248,7 +254,7 @@ def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> 
 def measured(
     device: str, world_size: int, options: CommOptions, sizes: tuple[int, ...]
 ) -> Exchanges:
-    """Measure one backend on all ranks; the slowest rank's times count. device: "cuda" or "cpu"."""
+    """Measure a backend on all ranks; the slowest rank's times count. device: "cuda" or "cpu"."""
     devices: list[Device] = [None] * world_size
     kind = {"cpu": "host"}.get(device, device)
     plan = PlanDevice(PLAN_SPEC, Mesh.of(world_size))
@@ -276,7 +282,8 @@ def measured(
     return Exchanges(
         links=results[0][0],
         alone={key: max(rank.alone[key] for rank in ranks) for key in ranks[0].alone},
-        # The last rank's time counts: the times of the other ranks include waiting for it.
+        # The last rank's time counts, because the other ranks' times include waiting for the last
+        # rank.
         beside={key: min(rank.beside[key] for rank in ranks) for key in ranks[0].beside},
         load=_slowest([rank.load for rank in ranks if rank.load]),
         slowdown=max(rank.slowdown for rank in ranks),
@@ -285,8 +292,8 @@ def measured(
 
 
 def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] | None:
-    """Exchanges.load with the times of the slowest rank; None without loads. All ranks load the
-    same number of bytes at once."""
+    """Return Exchanges.load with the times of the slowest rank; None without loads. All ranks load
+    the same number of bytes at once."""
     if not loads:
         return None
     nbytes, alone, beside = zip(*loads, strict=True)
@@ -294,8 +301,8 @@ def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] 
 
 
 def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any) -> None:
-    """Rig part `exchanges`. Notes for each operation one point per size, [received bytes, seconds
-    alone, seconds beside kernels]; for LOAD the three numbers of Exchanges.load."""
+    """Measure the part `exchanges` of the rig. Notes for each operation a point per size, [received
+    bytes, seconds alone, seconds beside kernels]; for LOAD the three numbers of Exchanges.load."""
     found = measured(device, gpus, BACKENDS[backend], SIZES)
     points: dict[str, list[list[float]]] = {}
     for name, mib in found.alone:
@@ -310,5 +317,5 @@ def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any
 
 
 def _pairs(table: list[list[bool]]) -> list[list[bool]]:
-    """The table without its diagonal."""
+    """Return the table without its diagonal."""
     return [[x for s, x in enumerate(row) if s != r] for r, row in enumerate(table)]

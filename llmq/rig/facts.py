@@ -1,5 +1,5 @@
-"""Facts from NVML, /sys and /proc: PCIe slots, limits and memory of GPUs, driver, CPU and IOMMU.
-This module loads no CUDA and changes no setting."""
+"""Facts about a machine from NVML, /sys and /proc: PCIe slots, limits and memory of GPUs, driver,
+CPU and IOMMU. This module loads no CUDA and changes no setting."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from llmq.runtime.host_usage import allowed_cpus, host_memory
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.nvml import find_nvml, told
 
-# NVML's reading of each fact of a GPU.
+# By name of a fact about a GPU, the function that reads the fact from NVML.
 _READINGS: dict[str, Callable[[Any, Any], Any]] = {
     "pcie_generation": lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h),
     "pcie_generation_most": lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h),
@@ -36,13 +36,13 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def measure(job: Job, **_: Any) -> None:
-    """Rig part `facts`. Notes `host`, `gpus` (one record each), and `problem`, the reason why no
-    GPU can be used."""
+    """Measure the part `facts` of the rig. Notes `host`, `gpus` (a record for each GPU), and
+    `problem`, the reason why no GPU can be used."""
     facts: dict[str, Any] = {"host": host_facts(), "gpus": [], "problem": None}
     try:
         machine = choose_machine("cuda", 0)
     except LlmqError as error:
-        # `--device cpu` is advice for training only.
+        # The advice `--device cpu` is only for training.
         job.note(facts | {"problem": str(error).removesuffix(", or use --device cpu")})
         return
     spec = machine.spec
@@ -62,7 +62,8 @@ def measure(job: Job, **_: Any) -> None:
 
 
 def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict:
-    """Facts of one GPU by its PCI address, such as 0000:19:00.0; unknown facts are left out."""
+    """Return facts about a GPU by its PCI address, such as 0000:19:00.0; unknown facts are left
+    out."""
     facts: dict[str, Any] = {}
     if nvml is not None:
         try:
@@ -76,7 +77,8 @@ def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices"
 
 
 def host_facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Facts of the machine: system, CPU, memory, IOMMU, and whether it is virtual."""
+    """Return facts about the machine: system, CPU, memory, IOMMU, and whether the machine is
+    virtual."""
     about = _text(root / "proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.+)", about)
     kernel = _text(root / "proc/cmdline").split()

@@ -1,4 +1,5 @@
-"""Faults of a rig in words, each with a remedy; and the numbers of each part for the console."""
+"""Faults of a machine in words, each with a remedy; and console lines with the numbers of each part
+of the rig."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,28 +7,28 @@ from typing import Any
 from llmq.options.cards import card_of
 from llmq.runtime.device import DeviceSpec
 
-# GB/s of a PCIe lane in one direction on paper, by generation.
+# Theoretical GB/s of a PCIe lane in one direction, by PCIe generation.
 LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-LEAST_BUS = 0.6  # least share of the slot's rate on paper
-LEAST_COPY = 0.75  # least share of the data sheet's bandwidth
-LEAST_PRODUCT = 0.7  # least share of the TFLOP/s that this kind of card sustains
-SLOWER = 0.95  # least share of the fastest GPU's rate
-LIMITED = 0.97  # least share of the card's default power limit
-HELD = 0.1  # least share of readings with a reason for a lower clock
-CROWDED = 0.75  # least share of one GPU's copy rate while all GPUs copy
-NO_ROOM = "not even a micro-batch of one sequence fits"  # no fault: the model is large
+LEAST_BUS = 0.6  # least good share of the slot's theoretical rate
+LEAST_COPY = 0.75  # least good share of the data sheet's bandwidth
+LEAST_PRODUCT = 0.7  # least good share of the TFLOP/s that this kind of card sustains
+SLOWER = 0.95  # least good share of the fastest GPU's rate
+LIMITED = 0.97  # least good share of the card's default power limit
+HELD = 0.1  # least share of readings with a reason for a lower clock that counts as a fault
+CROWDED = 0.75  # least good share of a single GPU's copy rate while all GPUs copy
+NO_ROOM = "not even a micro-batch of one sequence fits"  # no fault, but a large model
 PCIE_RISER = "see whether it sits in its slot, and whether a riser or the firmware limits it"
 
 Report = dict[str, Any]
 
 
 def words_on(report: Report) -> list[str]:
-    """Return one or two sentences for each fault, the gravest first."""
+    """Return a sentence or two for each fault, the gravest fault first."""
     return [line for find in FINDINGS for line in find(report)]
 
 
 def damaged(report: Report) -> Iterator[str]:
-    """Peer copies and collectives that damage data."""
+    """Report peer copies and collectives that damage data."""
     bad = [p for p in part_of(report, "bus").get("pairs", []) if p["reason"] == "damaged data"]
     pairs = ", ".join(f"{pair['source']} to {pair['reader']}" for pair in bad)
     if bad:
@@ -46,7 +47,7 @@ def damaged(report: Report) -> Iterator[str]:
 
 
 def memory_errors(report: Report) -> Iterator[str]:
-    """ECC errors, and memory rows that cannot be remapped."""
+    """Report ECC errors, and memory rows that cannot be remapped."""
     for gpu in report["gpus"]:
         if gpu.get("ecc_errors"):
             yield (
@@ -59,7 +60,8 @@ def memory_errors(report: Report) -> Iterator[str]:
 
 
 def hot(report: Report) -> Iterator[str]:
-    """Clocks held down by temperature, board or power supply, not by the power limit."""
+    """Report clocks held down by temperature, board or power supply; the power limit is no
+    fault."""
     for record in part_of(report, "load").get("gpus", []):
         settled = record["settled"]
         held = {w: s for w, s in settled.get("reasons", {}).items() if s >= HELD}
@@ -78,7 +80,7 @@ def hot(report: Report) -> Iterator[str]:
 
 
 def slower(report: Report) -> Iterator[str]:
-    """GPUs slower than the fastest one: all other GPUs of a run wait for them."""
+    """Report GPUs slower than the fastest GPU, because all GPUs of a run wait for the slowest."""
     records = part_of(report, "load").get("gpus", [])
     rates = {r["gpu"]: r["settled"].get("tflops") for r in records}
     rates = {gpu: rate for gpu, rate in rates.items() if rate}
@@ -100,7 +102,7 @@ def slower(report: Report) -> Iterator[str]:
 
 
 def slots(report: Report) -> Iterator[str]:
-    """Missing PCIe lanes, lower PCIe generations, and slow copies of host memory."""
+    """Report missing PCIe lanes, lower PCIe generations, and slow copies of host memory."""
     loaded = {r["gpu"]: r["settled"] for r in part_of(report, "load").get("gpus", [])}
     alone = part_of(report, "bus").get("alone", [])
     for gpu in report["gpus"]:
@@ -132,7 +134,7 @@ def slots(report: Report) -> Iterator[str]:
 
 
 def limits(report: Report) -> Iterator[str]:
-    """Driver settings that cost speed or start-up time."""
+    """Report driver settings that cost speed or start-up time."""
     for gpu in report["gpus"]:
         limit, default = gpu.get("power_limit"), gpu.get("power_default")
         if limit and default and limit < LIMITED * default:
@@ -149,7 +151,7 @@ def limits(report: Report) -> Iterator[str]:
 
 
 def busy(report: Report) -> Iterator[str]:
-    """Other processes on the GPUs."""
+    """Report other processes on the GPUs."""
     for gpu in report["gpus"]:
         if gpu.get("others"):
             yield (
@@ -159,7 +161,7 @@ def busy(report: Report) -> Iterator[str]:
 
 
 def peers(report: Report) -> Iterator[str]:
-    """Pairs of GPUs without peer access, or with slow peer copies."""
+    """Report pairs of GPUs without peer access, or with slow peer copies."""
     pairs = part_of(report, "bus").get("pairs", [])
     closed = [p for p in pairs if p["reason"] == "no access"]
     slow = [p for p in pairs if (p["reason"] or "").startswith("slow")]
@@ -184,7 +186,7 @@ def peers(report: Report) -> Iterator[str]:
 
 
 def weak(report: Report) -> Iterator[str]:
-    """Rates far below the usual rates of this kind of card."""
+    """Report rates far below the usual rates of this kind of card."""
     spec = report.get("spec")
     if not spec:
         return
@@ -207,7 +209,7 @@ def weak(report: Report) -> Iterator[str]:
 
 
 def shared(report: Report) -> Iterator[str]:
-    """Host links that GPUs share, and CPUs that the process lacks."""
+    """Report host links that GPUs share, and CPUs that the process may not use."""
     found = part_of(report, "bus").get("at_once", {})
     if len(found) > 1:
         number = max(found, key=int)
@@ -228,7 +230,7 @@ def shared(report: Report) -> Iterator[str]:
 
 
 def unknown(report: Report) -> Iterator[str]:
-    """Missing GPUs, NVML or measurements."""
+    """Report missing GPUs, a missing NVML, and missing measurements."""
     if report.get("problem"):
         yield f"There is no GPU to measure: {report['problem']}"
     elif report["gpus"] and not report.get("driver"):
@@ -247,7 +249,7 @@ FINDINGS: tuple[Callable[[Report], Iterator[str]], ...] = (
 
 
 def part_of(report: Report, name: str) -> dict[str, Any]:
-    """Return the measurements of a part; {} if there are none."""
+    """Return the measurements of a part of the rig; {} without measurements."""
     return report["measured"].get(name) or {}
 
 
@@ -278,7 +280,7 @@ def numbers_of(part: str, result: dict[str, Any]) -> Iterator[str]:
             yield f"GPU {pair['source']} to {pair['reader']}: {rate}"
     elif part == "exchanges":
         for operation, points in result.get("operations", {}).items():
-            nbytes, alone, beside = points[-1]  # the point of the largest slab
+            nbytes, alone, beside = points[-1]  # the point of the largest slab comes last
             rates = (nbytes / seconds / 1e9 for seconds in (alone, beside))
             yield "{}: {:.1f} GB/s alone, {:.1f} beside other work".format(operation, *rates)
     elif part == "load":

@@ -1,4 +1,4 @@
-"""Load test: minutes of products and copies, which show settled clocks and the slowest GPU."""
+"""The load test: minutes of products and copies, which show settled clocks and the slowest GPU."""
 
 import contextlib
 import statistics
@@ -20,14 +20,15 @@ from llmq.runtime.nvml import open_nvml, told
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
 
-ROWS = (8192, 4096, 2048, 128)  # rows of a square product; the largest that fits is taken
+ROWS = (8192, 4096, 2048, 128)  # rows of a square product; the largest product that fits is used
 COPY = 16  # bytes of a copy, in units of rows * rows
 PRODUCTS = 4  # products before each copy
-ALONE = 0.2  # share of the time in which GPU 0 works alone, with several GPUs
+ALONE = 0.2  # share of the time in which, with several GPUs, GPU 0 works alone
 EVERY = 1.0  # seconds between readings
-SETTLED = 1 / 3  # share of the readings, at the end of the series
-# Bits of NVML's reasons for a lower clock, in words. The hardware sets SLOWDOWN together with a
-# cause that it knows, so SLOWDOWN counts only where it stands alone.
+SETTLED = 1 / 3  # share of the readings, at the end, that count as settled
+# Words for the bits of NVML's reasons for a lower clock. If the hardware knows the cause of a
+# slowdown, it sets SLOWDOWN together with the cause. SLOWDOWN therefore counts only without a known
+# cause.
 SLOWDOWN, CAUSES = 0x8, 0x40 | 0x80
 REASONS = {
     0x4: "power limit",
@@ -39,7 +40,7 @@ REASONS = {
 
 
 # NVML's readings of a GPU: power in W, temperature in °C, clock in MHz, reasons for a lower clock,
-# PCIe link.
+# and the PCIe link.
 _READINGS: dict[str, Callable[[Any, Any], Any]] = {
     "power": lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000,
     "temperature": lambda n, h: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU),
@@ -51,15 +52,15 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _reader(gpu: int) -> Callable[[], dict[str, Any]]:
-    """Return a function that reads a GPU's sensors; without NVML it returns an empty dict."""
-    with contextlib.suppress(Exception):  # each cause raises another class
+    """Return a function that reads a GPU's sensors; without NVML the readings are empty."""
+    with contextlib.suppress(Exception):  # each cause raises a different class
         nvml = open_nvml()
         return partial(told, nvml, nvml.nvmlDeviceGetHandleByPciBusId(bus_id(gpu)), _READINGS)
     return dict
 
 
 class Load:
-    """Repeated load of one GPU: products, then a copy within its memory."""
+    """Makes repeated load on a GPU: products, then a copy within GPU memory."""
 
     def __init__(self, dev: Device, rows: int):
         self.dev, self.rows = dev, rows
@@ -72,8 +73,8 @@ class Load:
             elementwise.normal(dev, operand, 1.0, seed)
 
     def enqueue(self, mark: Callable[[], object]) -> None:
-        """Enqueue one round. mark: called before the products, between products and copy, and after
-        the copy."""
+        """Enqueue a round of products and a copy. mark: called before the products, between
+        products and copy, and after the copy."""
         mark()
         for _ in range(PRODUCTS):
             matmul.matmul(self.dev, self.out, self.a, self.b, trans_b=True)
@@ -82,7 +83,7 @@ class Load:
         mark()
 
     def run(self) -> tuple[float, float]:
-        """Run one round; return TFLOP/s of the products and GB/s of the copy."""
+        """Run a round; return TFLOP/s of the products and GB/s of the copy."""
         marks = Marks(self.dev)
         self.enqueue(marks.mark)
         self.dev.synchronize()
@@ -100,8 +101,8 @@ def _loaded(
     seconds: float,
     every: float,
 ) -> None:
-    """Load one GPU for `seconds` in this thread, and append a reading to its series every `every`
-    seconds."""
+    """Load a GPU for `seconds` in this thread, and append a reading to the GPU's series every
+    `every` seconds."""
     plan = PlanDevice(machine.spec)
     Load(plan, rows).enqueue(lambda: None)
     with closing(open_apart(machine, gpu, plan.sizes())) as dev:
@@ -122,9 +123,9 @@ def _loaded(
 
 
 def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, **_: Any) -> None:
-    """Rig part `load`. Notes for each GPU its `series`, one reading a second, and the values at
-    which they settle; `alone`, TFLOP/s of GPU 0 while the other GPUs are idle; `slowest`, the
-    slowest GPU's share of `alone`."""
+    """Measure the part `load` of the rig. Notes for each GPU a `series` with a reading every
+    second, and the values at which the series settle; `alone`, TFLOP/s of GPU 0 while the other
+    GPUs are idle; `slowest`, the slowest GPU's share of `alone`."""
     machine = choose_machine(device, gpus)
     budget = machine.spec.memory // 4
     rows = next((n for n in ROWS if (6 + 2 * COPY) * n * n < budget), ROWS[-1])
@@ -132,8 +133,8 @@ def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, 
     errors: list[BaseException] = []
 
     def together(count: int, seconds: float) -> list[dict[str, list[Any]]]:
-        """Load `count` GPUs, each from a thread near its GPU; an error in one thread stops no
-        other."""
+        """Load `count` GPUs, each from a thread near its GPU. An error in one thread does not stop
+        the other threads."""
         each: list[dict[str, list[Any]]] = [{"seconds": []} for _ in range(count)]
         with ThreadPoolExecutor(count) as pool:
             loads = [
@@ -164,7 +165,7 @@ def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, 
 
 def settled(series: dict[str, list[Any]]) -> dict[str, Any]:
     """Return the medians of the last third of each series, the highest temperature, and the share
-    of readings in that third with each clock-limiting reason."""
+    of readings in this third with each clock-limiting reason."""
     found: dict[str, Any] = {}
     for name, values in series.items():
         last = values[-max(1, round(SETTLED * len(values))) :] if values else []

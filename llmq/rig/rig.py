@@ -1,4 +1,5 @@
-"""`llmq rig`: measure a machine in minutes, name its faults, and write the card file for plans."""
+"""`llmq rig`: measures a machine in minutes, names the machine's faults, and writes the card file
+for plans."""
 
 import json
 import os
@@ -21,16 +22,16 @@ from llmq.rig.steps import in_time, merged
 from llmq.run.restarts import in_words
 
 MINUTES = 10.0
-GRACE = 15.0  # seconds for start and end of a part's process, beyond its share of time
+GRACE = 15.0  # seconds for start and end of a part's process, added to the part's share of time
 PLEASE_SHARE = (
     "Others who plan for such cards have only a data sheet. Please share what was measured: "
     "attach this report's .json to an issue of the repository of llmq, or propose the card "
     "file as a new one in its llmq/cards. Neither names you or the machine."
 )
 LAST = 10.0  # seconds reserved for the report
-SHORTEST = 5.0  # least seconds of a part while there is time
-# Largest share of the time for each part; `steps`, the part that plans need most, gets all that is
-# left.
+SHORTEST = 5.0  # least seconds of a part, as long as time is left
+# Largest share of the time for each part. `steps`, the part that plans need most, gets all
+# remaining time.
 SHARES = {"facts": 0.03, "disk": 0.07, "bus": 0.06, "exchanges": 0.13, "load": 0.2, "steps": 1.0}
 LABELS = {
     "facts": "what the machine says of itself",
@@ -42,16 +43,16 @@ LABELS = {
 }
 
 Measure = Callable[[str, float, dict[str, Any]], dict[str, Any]]
-"""A function like run_part: it takes a part's name, seconds and options, and returns `result` and
-`error`."""
+"""A function like run_part, which takes a part's name, seconds and options, and returns `result`
+and `error`."""
 Clock = Callable[[], float]
 
 
 def run_part(
     part: str, seconds: float, options: dict[str, Any], *, grace: float = GRACE
 ) -> dict[str, Any]:
-    """Run llmq.rig.PART.measure in a child; return its `result` so far, and `error`, None if all
-    went well."""
+    """Run llmq.rig.PART.measure in a child process. Returns `result`, as far as measured, and
+    `error`, None without an error."""
     task = f"llmq.rig.{part}:measure"
     found, ended = ask(task, options, seconds=seconds, timeout=seconds + grace)
     if ended.status is None:
@@ -62,7 +63,8 @@ def run_part(
 
 
 class Rig:
-    """One run of the command: the parts take turns, each within its share and the time left."""
+    """Runs the parts of the command in turn, each within the part's share of the time and the time
+    left."""
 
     def __init__(self, seconds: float, measure: Measure, clock: Clock):
         self.seconds, self._measure, self._clock = seconds, measure, clock
@@ -79,19 +81,19 @@ class Rig:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self._clock() - self._start
 
     @property
     def left(self) -> float:
-        """Seconds for further measurements, without the time for the report and for a part's late
-        end."""
+        """Return the seconds for further measurements, without the time for the report and for a
+        part's late end."""
         return self.seconds - self.elapsed - LAST - GRACE
 
     def part(
         self, name: str, options: dict[str, Any], share: float | None = None, label: str = ""
     ) -> dict[str, Any]:
-        """Run a part and return its result, {} if there is none; the report says why."""
+        """Run a part and return its result; {} without a result, whose reason the report names."""
         share = SHARES[name] if share is None else share
         seconds = min(max(share * self.seconds, SHORTEST), self.left)
         title = f"{name} {label}".strip()
@@ -110,7 +112,7 @@ class Rig:
         return found["result"]
 
     def note(self, title: str, error: str | None, seconds: float) -> None:
-        """Note a part's time and error in the report; the home directory becomes ~, so that the
+        """Note a part's time and error in the report. The home directory becomes ~, so that the
         report names no user."""
         home = os.path.expanduser("~")
         if error and len(home) > 1:
@@ -131,13 +133,13 @@ def run_rig(
     clock: Clock = time.monotonic,
     folders: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure; print numbers and faults; write out.json and the card file; return the report.
-    minutes: the time limit. folders: --offload-dir. Without a GPU the report has facts and disk
-    only, and no card file is written."""
+    """Measure, print numbers and faults, write out.json and the card file, and return the report.
+    minutes: the time limit. folders: directories of --offload-dir. Without a GPU the report has
+    facts and disk only, and no card file is written."""
     prepare_report("--out", out, ".json")
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report
-    # The command leaves out the report's path, which may name the user.
+    # The report's path may name the user, and is left out of the command.
     report["command"] = "llmq rig" + (f" --minutes {minutes:g}" if minutes != MINUTES else "")
     report |= rig.part("facts", {})
     if folders:
@@ -147,7 +149,7 @@ def run_rig(
         _keep_card_file(rig)
     report["seconds"] = rig.elapsed
     report["words"] = words_on(report)
-    # Print before writing: the disk may be full, and minutes of findings would be lost.
+    # Print before writing: if the disk is full, minutes of findings would be lost.
     print("\n".join(["", *(f"- {line}" for line in report["words"] or ["Nothing is wrong."])]))
     write_file(Path(f"{out}.json"), json.dumps(report, indent=1) + "\n")
     print(f"\nwrote {out}.json after {rig.elapsed:.0f} s")
@@ -157,8 +159,8 @@ def run_rig(
 
 
 def _measure_gpus(rig: Rig, gpus: int) -> None:
-    """Measure bus, exchanges, load and steps into the report's `measured`. Load comes before steps,
-    because clocks settle sooner on hot GPUs."""
+    """Measure bus, exchanges, load and steps, and store the results in the report's `measured`.
+    Load comes before steps, because clocks settle sooner on hot GPUs."""
     measured = rig.report["measured"]
     fp8 = rig.report["spec"]["capability"] >= FP8_CAPABILITY
     measured["bus"] = rig.part("bus", {"gpus": gpus})
@@ -174,7 +176,7 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
 
 def _measure_steps(rig: Rig, left: list[dict[str, Any]]) -> None:
     """Measure as many runs as time allows, in one process. After a crash or hang another process
-    measures the runs that follow the guilty one."""
+    measures the runs after the failed run."""
     while left:
         title = steps.title_of(left[0])
         found = rig.part("steps", {"runs": left}, label=title)
@@ -189,7 +191,7 @@ def _measure_steps(rig: Rig, left: list[dict[str, Any]]) -> None:
 
 
 def card_file_of(report: dict[str, Any]) -> CardFile:
-    """Return the card file from a report. Raises ConfigError if no launch was measured."""
+    """Return the card file made from a report. Raises ConfigError if no launch was measured."""
     measured = report["measured"]
     good = [step for step in measured["steps"] if in_time(step["idle"])]
     launches = merged(step["launches"] for step in good)
@@ -228,7 +230,8 @@ def card_file_of(report: dict[str, Any]) -> CardFile:
 
 
 def _keep_card_file(rig: Rig) -> None:
-    """Write the card file, and copy its record into the report; the report notes a failure."""
+    """Write the card file, and copy its record into the report. A failure is noted in the
+    report."""
     try:
         file = card_file_of(rig.report)
         rig.report["card_file"] = record_of(file)

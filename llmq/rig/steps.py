@@ -1,8 +1,9 @@
-"""Steps of models with a quarter of the layers and vocabulary: the time of each kind of launch.
+"""Steps of models with a quarter of the layers and of the vocabulary: the time of each kind of
+kernel launch.
 
-A GPU at its power limit runs at the clock that the mix of its work allows, averaged over more than
-a block. A quarter of the layers beside a quarter of the vocabulary keeps the mix of the whole
-model; a few layers beside the whole head would run at another clock.
+At the power limit a GPU's clock depends on the mix of work, averaged over more than a block. A
+quarter of the layers with a quarter of the vocabulary keeps the mix of the whole model. A few
+layers with the whole LM head would run at another clock.
 """
 
 import math
@@ -39,7 +40,7 @@ Table = dict[str, list[list[Any]]]
 
 
 def table_of(times: Iterable[LaunchTime]) -> Table:
-    """Medians of the main stream's launches that take any time."""
+    """Return medians of the main stream's launches that take any time."""
     found: defaultdict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     for launch in times:
         if launch.main and launch.kind is not None and launch.ms > 0 and min(launch.kind.sizes) > 0:
@@ -48,9 +49,9 @@ def table_of(times: Iterable[LaunchTime]) -> Table:
 
 
 def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
-    """Medians of timed launches, scaled to an untimed step of `seconds`. Timing marks change the
-    GPU's clock, and the launches' times leave out the gaps between them. One common factor corrects
-    all times, so that the launches of a step add up to `seconds`."""
+    """Return medians of timed launches, scaled to an untimed step of `seconds`. Timing marks change
+    the GPU's clock, and the launches' times leave out the gaps between launches. A common factor
+    corrects all times, so that the launches of a step add up to `seconds`."""
     table = table_of(time for times in rounds for time in times)
     medians = {(name, tuple(s)): t for name, points in table.items() for s, t in points}
     total = sum(medians.get(time.kind, time.ms / 1e3) for time in rounds[0] if time.main)
@@ -59,15 +60,16 @@ def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
 
 
 def in_time(idle: float) -> bool:
-    """True if the times of a step's launches are usable one by one. idle: share of the step in
-    which no launch ran; negative if the launches took longer than the step. A changed clock
-    explains at most BEHIND. Beyond, the GPU waited for the host between a launch and its marks;
-    this wait depends on the launch, so no common factor corrects it."""
+    """Return True if the times of a step's launches are usable one by one. idle: share of the step
+    in which no launch ran; negative if the launches took longer than the step. A changed clock
+    explains at most BEHIND. A larger difference means that the GPU waited for the host between a
+    launch and its marks. Such a wait differs between launches, and no common factor corrects it."""
     return idle > -BEHIND
 
 
 def merged(tables: Iterable[Table]) -> Table:
-    """Merge tables of several measurements; equal sizes get their median."""
+    """Merge tables of several measurements; points of equal sizes become a point with their
+    median."""
     found: defaultdict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     for table in tables:
         for name, points in table.items():
@@ -83,37 +85,37 @@ def _medians(found: Mapping[tuple[str, tuple[int, ...]], list[float]]) -> Table:
     return table
 
 
-AHEAD = 0.4  # seconds of untimed steps before each timed one, at the same power
+AHEAD = 0.4  # seconds of untimed steps before each timed step, at the same power
 ROUNDS = 3  # timed steps
-RECENT = 3  # last runs, of which the longest bounds the next; the first also loads libraries
-BATCHES = (32, 16, 8, 4, 2, 1)  # batch sizes, of which the largest that fits is taken
+RECENT = 3  # last runs, the longest of which bounds the next; the first run also loads libraries
+BATCHES = (32, 16, 8, 4, 2, 1)  # batch sizes, of which the largest that fits is used
 QUARTER = 4
-MULTIPLE = 128  # vocabulary sizes are multiples of this, as Qwen2.5's is
-BESIDE = "beside"  # key beside a run's options: True for the kernels that several GPUs use
-FIRST = 5  # runs measured with BESIDE on a rig of several GPUs
+MULTIPLE = 128  # vocabulary sizes are multiples of this number, like Qwen2.5's vocabulary size
+BESIDE = "beside"  # key in a run's options: True for the kernels that a run on several GPUs uses
+FIRST = 5  # number of runs measured with BESIDE on a machine of several GPUs
 SHARED = {"from-scratch": True, "seq-len": 1024, "grad-accumulation": 2, "gpus": 1, "watchdog": 0}
 WHOLE = {"model-dtype": "bf16", "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 FP8 = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FAST = {"fp8-fast-accumulation": "all", "head-dtype": "e4m3"}
-USUAL = SHARED | FP8  # left out of titles
+USUAL = SHARED | FP8  # options that titles leave out
 JIT = {"fp8-recipe": "jit"}
 EXACT = JIT | {"fp8-fast-accumulation": "none"}
 AGAIN = {"recompute-norm": True, "recompute-ffn": True}
-# Half of the layers recompute as `--fit` lets 7B recompute: recomputation changes the outputs of
+# Half of the layers recompute, as in `--fit` for 7B, because recomputation changes the outputs of
 # products.
 HALF = {"recompute-swiglu": True, "recompute-layers": "0-3"}
 MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 INT8 = {"matmul-dtype": "int8"}
-# Attention takes half or two thirds of these steps, at other clocks than beside products.
+# Attention takes half or two thirds of these steps, at clocks that products do not have.
 LONG = {"seq-len": 16384, "recompute-swiglu": True, "batch-size": 2}
 LONGEST = {"seq-len": 32768, "recompute-swiglu": True, "batch-size": 1}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
 
 
 def quarter(model: str, **options: Any) -> dict[str, Any]:
-    """Options of a run with a quarter of the model's layers and vocabulary."""
+    """Return the options of a run with a quarter of the model's layers and vocabulary."""
     whole = preset(model)
     layers = max(whole.num_layers // QUARTER, 1)
     vocab_size = whole.vocab_size * layers / whole.num_layers
@@ -122,9 +124,10 @@ def quarter(model: str, **options: Any) -> dict[str, Any]:
 
 
 def runs(fp8: bool, gpus: int = 1) -> list[dict[str, Any]]:
-    """Return the options of every run, the most telling first: sizes, formats, small micro-batches.
-    batch-size is an upper limit. gpus: number of the rig's GPUs. Several GPUs use other kernels for
-    products than one GPU, so the first runs are measured with both."""
+    """Return the options of every run, the most informative run first: sizes, formats, small
+    micro-batches. batch-size is an upper limit. gpus: number of the machine's GPUs. Several GPUs
+    use other kernels for products than a single GPU. The first runs are therefore measured with
+    both kinds."""
     alone = _runs(fp8)
     beside = [options | {BESIDE: True} for options in alone[:FIRST]] if gpus > 1 else []
     return beside + alone
@@ -167,7 +170,7 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
 
 
 def title_of(options: dict[str, Any]) -> str:
-    """A short title for progress and the report."""
+    """Return a short title for progress and the report."""
     flags = [str(options["model"]).rpartition("-")[2], options.get("matmul-dtype", "bf16")]
     flags += ["beside others"] if options.get(BESIDE) else []
     flags += [
@@ -182,8 +185,8 @@ def title_of(options: dict[str, Any]) -> str:
 
 
 def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_: Any) -> None:
-    """Rig part `steps`. Notes `steps`, one record for each run that time allowed, and `refused`,
-    the reasons of runs that do not fit, by index. A record has `launches`, `seconds` of the
+    """Measure the part `steps` of the rig. Notes `steps`, a record for each run that time allowed,
+    and `refused`, by index, why a run does not fit. A record has `launches`, `seconds` of the
     measurement, and `tokens_per_second`, `idle`, `options` and BESIDE of the run."""
     found: dict[str, Any] = {"steps": [], "refused": {}}
     took: list[float] = []
@@ -205,8 +208,8 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
 
 @contextmanager
 def library_products() -> Iterator[None]:
-    """Devices made within the block use no fused products, as on a GPU that exchanges data with
-    others (`Device.fused`)."""
+    """Let devices that are made within the context use no fused products, as on a GPU that
+    exchanges data with other GPUs (`Device.fused`)."""
     before = os.environ.get("LLMQ_FUSED")
     os.environ["LLMQ_FUSED"] = "none"
     try:
@@ -219,7 +222,7 @@ def library_products() -> Iterator[None]:
 
 def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
     """Measure the largest micro-batch of BATCHES that fits and does not exceed the options' batch
-    size. LlmqError if none fits."""
+    size. Raises LlmqError if no micro-batch fits."""
     most = given.get("batch-size", BATCHES[0])
     options = {name: value for name, value in given.items() if name != BESIDE}
     for batch in (batch for batch in BATCHES if batch <= most):
@@ -249,9 +252,10 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
 
 
 def _launches(trainer: Trainer, batches: list[Batch], count: int) -> list[LaunchTime]:
-    """Time each launch of one step by itself, after count - 1 untimed steps. The last of these
-    still runs when timing starts, so the host stays ahead of the GPU, at the clock of normal steps.
-    Launches of other streams take turns, so that no launch's time includes a wait for another."""
+    """Time each launch of a step by itself, after count - 1 untimed steps. The last untimed step
+    still runs when timing starts, so that the host stays ahead of the GPU, at the clock of normal
+    steps. Launches of other streams take turns, so that no launch's time includes a wait for
+    another launch."""
     if count > 1:
         timed_steps(trainer, batches, count - 1)
     return launch_times(trainer, batches, in_turn=True)
