@@ -1,7 +1,7 @@
-"""Measurements: the speed of configurations, and whether memory options change any bit.
+"""Measurements of the speed of configurations, and checks that memory options change no bit.
 
-Imports everything below: base to train. Start with `measure.py`, which times one run, and
-`bench.py`, which makes many.
+This folder imports all folders below, from base to run. Begin to read with `measure.py`, which
+times a run, and `bench.py`, which makes many runs.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class BenchOptions:
     """Options of `llmq bench` itself; the options of its runs are separate.
 
     out: path of the report without suffix. steps: timed steps in each repeat. plan_first: leave out
-    runs that do not fit, and make the fastest first. resume: keep the report's runs; retry: but
-    repeat the failed ones. timeout: seconds of one run; 0: no limit; None: a limit from the
-    prediction. overwrite: replace an existing report.
+    runs that do not fit, and make the fastest runs first. resume: keep the report's runs. retry:
+    with `resume`, repeat failed runs. timeout: seconds of a run; 0: no limit; None: a limit from
+    the prediction. overwrite: replace an existing report.
     """
 
     out: Path = Path("bench")

@@ -1,4 +1,5 @@
-"""`llmq bench`: the speed of one or many configurations, in a report that grows with each run.
+"""`llmq bench`: measures the speed of one or many configurations, in a report that grows with each
+run.
 
 Child processes (llmq/bench/child.py) make the runs and all plans; this process loads no CUDA.
 """
@@ -20,15 +21,15 @@ from llmq.bench.report import describe, full_title, markdown, shared_flags
 from llmq.bench.report_file import Report, ReportFile, continued, differences, in_order
 from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
 
-LIMIT = 300  # seconds for the plan of one run
+LIMIT = 300  # seconds for the plan of a run
 
 Prediction = dict[str, Any]
-"""The prediction of one run, as `plans` in llmq/bench/measure.py writes it."""
+"""The prediction of a run, as `plans` in llmq/bench/measure.py writes the record."""
 
 
 def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any] | None]:
-    """Return the prediction of each run, and the machine. If the child fails, warn and return empty
-    predictions and None."""
+    """Return the prediction of each run, and the record of the machine. If the child process fails,
+    warn and return empty predictions and None."""
     found, ended = ask("llmq.bench.measure:plans", {"runs": runs}, limit=LIMIT)
     if "runs" in found["result"]:
         return found["result"]["runs"], found["result"]["machine"]
@@ -38,7 +39,7 @@ def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any
 
 
 def _time_left(seconds: float) -> str:
-    """Remaining time as text for people, in s, min or h."""
+    """Return the remaining time as console text, in s, min or h."""
     for unit, name in ((1, "s"), (60, "min")):
         if seconds < 90 * unit:
             return f", about {seconds / unit:.0f} {name} left"
@@ -46,17 +47,18 @@ def _time_left(seconds: float) -> str:
 
 
 FAILED = ("failed", "hung")
-# Limits of a run with hardly any progress. PATIENCE: seconds for its start (compiled kernels,
-# initial weights). SLOWER: factor by which its steps may be slower than planned.
+# Limits of a run that hardly makes progress. PATIENCE: seconds for the start (compiled kernels,
+# initial weights). SLOWER: largest ratio of a step's duration to the planned duration.
 PATIENCE, SLOWER = 900, 20
 
 
 def run_bench(
     given: Mapping[str, Any], file: Path | None, settings: BenchOptions, argv: list[str]
 ) -> None:
-    """Measure every configuration, write the report after each, and print its table. given, file:
-    as for read_runs. argv: the command line, for the report. Raises ConfigError for options that
-    exclude each other or a report that must stay, LlmqError at the end if a run failed."""
+    """Measure every configuration, write the report after each run, and print the report's table.
+    given, file: see read_runs. argv: the command line, for the report. Raises ConfigError for
+    options that exclude each other or an existing report that must stay, and LlmqError at the end
+    if a run failed."""
     if settings.retry and not settings.resume:
         raise ConfigError("--retry: is for what failed in an earlier sweep: give --resume, too")
     if settings.overwrite and settings.resume:
@@ -76,8 +78,8 @@ def run_bench(
 
 
 def _earlier(file: ReportFile, settings: BenchOptions) -> Report | None:
-    """Return the existing report if the sweep resumes it, else None. ConfigError if the new sweep
-    would lose results."""
+    """Return the existing report if the sweep resumes it, else None. Raises ConfigError if the new
+    sweep would lose results."""
     if settings.resume:
         return file.read("--resume")
     report = None if settings.overwrite else file.read("--out")
@@ -93,9 +95,10 @@ def _earlier(file: ReportFile, settings: BenchOptions) -> Report | None:
 
 
 class Sweep:
-    """The runs of a sweep, and its report so far.
+    """Makes the runs of a sweep, and keeps the report so far.
 
-    order: all runs. pending: runs still to be made. begun: True if this sweep has written the file.
+    order: all runs. pending: the runs that are not made yet. begun: True if this sweep has written
+    the file.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Sweep:
         self.predictions: dict[Hashable, Prediction] = {}
         self.walls: list[float] = []  # seconds of each finished run
         self.machine: dict[str, Any] | None = None
-        self.differing: list[str] = []  # version differences already reported
+        self.differing: list[str] = []  # version differences that were already reported
         invocation = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "command": shlex.join(["llmq", *argv[1:]]),
@@ -123,7 +126,7 @@ class Sweep:
         self.shared = shared_flags([describe(options) for options in runs])
 
     def make(self) -> None:
-        """Make all missing runs."""
+        """Make all runs that the report lacks."""
         if len(self.order) > 1 or self.settings.plan_first or self.settings.resume:
             self._plan()
         if self.settings.resume and self.earlier is not None:
@@ -157,16 +160,16 @@ class Sweep:
 
     @property
     def report(self) -> Report:
-        """The report of this sweep and of the earlier runs in its file."""
+        """Return the report of this sweep and of the earlier runs in its file."""
         new = self.new | {"left": len(self.pending), "running": None}
         report = new if self.earlier is None else continued(self.earlier, new)
         return in_order(report, self.order)
 
     def interrupted(self) -> None:
-        """Write the report and say how to resume. The run under way stays pending, because an
+        """Write the report, and print how to resume. The run under way stays pending, because an
         interruption says nothing about this run."""
         if self.begun:
-            # The interruption may have come while a run was written.
+            # The interruption may have come while a run was written to the file.
             self.file.write(self.report, stopped=True)
         if self.begun and self.pending:
             done = len(self.order) - len(self.pending)
@@ -174,8 +177,7 @@ class Sweep:
             print(line, file=sys.stderr)
 
     def raise_failed(self) -> None:
-        """Raise LlmqError if runs of this sweep failed, also if they failed before an
-        interruption."""
+        """Raise LlmqError if runs of this sweep failed, even before an interruption."""
         ours = {identity(options) for options in self.order}
         runs = [run for run in self.report["runs"] if identity(run["options"]) in ours]
         failed = sum(run["status"] in FAILED for run in runs)
@@ -187,7 +189,7 @@ class Sweep:
             raise LlmqError(line)
 
     def _plan(self) -> None:
-        """Predict all runs; with --plan-first also sort them, the fastest first."""
+        """Predict all runs; with --plan-first also sort the runs, the fastest first."""
         predictions, machine = predict(self.order)
         names = map(identity, self.order)
         self.predictions = dict(zip(names, predictions, strict=True))
@@ -210,18 +212,19 @@ class Sweep:
         return self.predictions.get(identity(options), {})
 
     def _tried(self, options: Row) -> bool:
-        """True if the run is made; False if --plan-first leaves it out because it does not fit."""
+        """Return True if the run will be made; False if --plan-first leaves out a run that does not
+        fit."""
         fits = self._prediction(options).get("status") != "does not fit"
         return fits or not self.settings.plan_first
 
     def _speed(self, options: Row) -> float:
-        """Predicted tokens per second; 0 for a run that cannot be planned, so that it comes
-        last."""
+        """Return predicted tokens per second; 0 for a run that cannot be planned, which makes the
+        run last."""
         return self._prediction(options).get("tokens_per_second", 0.0)
 
     def _leave_what_is_done(self, earlier: Report) -> None:
-        """Remove finished runs from `pending`. The run under way when the earlier sweep ended comes
-        last, because it may have caused the end."""
+        """Remove finished runs from `pending`. The run that was under way when the earlier sweep
+        ended comes last, because this run may have caused the end."""
         again = FAILED if self.settings.retry else ()
         done = {identity(r["options"]) for r in earlier["runs"] if r["status"] not in again}
         running = earlier["running"] and identity(earlier["running"])
@@ -237,7 +240,7 @@ class Sweep:
             self._learn(run)
 
     def _measured(self, options: Row) -> dict[str, Any]:
-        """The outcome of a run in a child process, with its seconds."""
+        """Return the outcome of a run in a child process, with the run's seconds."""
         start, settings = time.monotonic(), self.settings
         outcome = run_child(options, settings.steps, settings.repeats, self._timeout(options))
         self._compare_machines(outcome.pop("machine", None))
@@ -253,8 +256,8 @@ class Sweep:
         return PATIENCE + SLOWER * steps * predicted["step_seconds"]
 
     def _compare_machines(self, machine: dict[str, Any] | None) -> None:
-        """Note the machine. ConfigError if the earlier runs used another device; other versions get
-        a warning."""
+        """Note the machine. Raises ConfigError if the earlier runs used another device; warns of
+        other versions."""
         if machine is None:
             return
         self.machine = machine
@@ -267,7 +270,7 @@ class Sweep:
             self.differing = found
 
     def _finish(self, options: Row, run: dict[str, Any]) -> None:
-        """Add a finished run to the report and write it to the disk."""
+        """Add a finished run to the report, and write the report to the disk."""
         self.new["machine"] = self.new["invocations"][0]["machine"] = self.machine
         if run["gpus"] > 1:
             run["flags"].setdefault("gpus", flag_of("gpus", run["gpus"]))
@@ -275,7 +278,7 @@ class Sweep:
         self.pending = [p for p in self.pending if p is not options]
         self._learn(run)
         try:
-            self._write()  # before the line below: the terminal may be gone
+            self._write()  # before printing: the terminal may be gone
         finally:  # the disk may be full
             said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
             print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)

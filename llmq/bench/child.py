@@ -1,10 +1,10 @@
-"""One measurement in a child process: a failure, hang or crash there ends nothing else.
+"""A measurement in a child process, whose failure, hang or crash ends no other measurement.
 
 `python -m llmq.bench.child TASK RESULT ALIVE` calls TASK, "module:function", with a Job and the
-options that standard input holds as JSON. Beside the options stand `seconds`, the time limit, and
-`parent`, the process whose end ends the child. The child writes JSON to the file RESULT whenever it
-knows more: `result`, and `error` if the task failed. A working child touches the file ALIVE, and at
-SIGUSR1 prints the stacks of all threads.
+options that standard input holds as JSON. Standard input also holds `seconds`, the time limit, and
+`parent`, the process whose end ends the child. The child writes JSON to the file RESULT after each
+new result: `result`, and `error` if the task failed. A working child touches the file ALIVE. At
+SIGUSR1 it prints the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ LAST_WORDS = 2.0  # seconds from SIGUSR1 (print the stacks) to SIGKILL
 KEPT_BYTES = 8192  # bytes of the child's output that the report keeps
 KEPT_LINES = 40
 CHILD = (sys.executable, "-m", "llmq.bench.child")
-WARM_UP = 3  # steps: launched one by one, captured, replayed
+WARM_UP = 3  # steps before timing: launched one by one, captured, replayed
 SETTLE = 2.0  # seconds of steps until a GPU's clock settles at its power limit
-TIMED = 1.0  # least seconds of a repeat on a GPU: in shorter ones the clock may rise
-START_SECONDS = 60  # added to --watchdog for the start: several ranks watch themselves later
+TIMED = 1.0  # least seconds of a repeat on a GPU, because the clock may rise in shorter repeats
+START_SECONDS = 60  # seconds added to --watchdog for the start, when only this process watches
 
 
 class Ended(NamedTuple):
-    """The end of a child process. status: exit status; None: we ended it. late: True if we ended it
-    at the timeout, not for lack of progress. words: the last lines of its output."""
+    """The end of a child process. status: exit status; None: the parent ended the child. late: True
+    if the parent ended the child at the timeout, not for lack of progress. words: the last lines of
+    the child's output."""
 
     status: int | None
     late: bool
@@ -52,17 +53,17 @@ class Ended(NamedTuple):
 
 
 def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
-    """Run a command to its end and pass its output to our standard error. text: its standard input.
-    alive: the file that the child touches. limit: seconds from one touch to the next; timeout:
-    seconds in all; 0: no limit. A child beyond a limit gets SIGUSR1, which prints its stacks, and
-    then SIGKILL."""
+    """Run a command to its end, and pass the output to this process's standard error. text: the
+    command's standard input. alive: the file that the child touches. limit: most seconds from one
+    touch to the next; 0: no limit. timeout: most seconds in all; 0: no limit. A child beyond a
+    limit gets SIGUSR1, which prints the child's stacks, and then SIGKILL."""
     alive.touch()
     touched, progress = alive.stat().st_mtime_ns, time.monotonic()
     start, late = progress, False
     with tempfile.TemporaryFile("w+") as file:  # a pipe would block for a large text
         file.write(text)
         file.seek(0)
-        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # output of a killed child arrives, too
+        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # for output of a killed child
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with _without_ctrl_c():
             process = subprocess.Popen(command, stdin=file, env=unbuffered, **pipes)
@@ -92,9 +93,9 @@ def watched(command: list[str], text: str, alive: Path, limit: float, timeout: f
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Start a child inside this block that ignores Ctrl-C, which a terminal sends to all processes:
-    even during imports a child prints no traceback. Our own Ctrl-C arrives after the block, and we
-    end the child."""
+    """Let a child that starts within the context ignore Ctrl-C, which a terminal sends to all
+    processes. Even during imports the child then prints no traceback. This process receives Ctrl-C
+    after the context, and ends the child."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -103,13 +104,14 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait LAST_WORDS seconds at most: a process that hangs in a driver survives even SIGKILL."""
+    """Wait at most LAST_WORDS seconds: a process that hangs in a driver survives even SIGKILL."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LAST_WORDS)
 
 
 def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
-    """Copy a pipe to our standard error as data come; `said` keeps the last KEPT_BYTES."""
+    """Copy a pipe to this process's standard error as data come; `said` keeps the last
+    KEPT_BYTES."""
     while data := os.read(pipe.fileno(), 1 << 16):
         said += data
         del said[:-KEPT_BYTES]
@@ -122,7 +124,7 @@ def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
 def end_with(parent: int) -> None:
     """End this process when its parent ends for any reason, so that no GPU stays in use.
 
-    parent: the parent's process id; another one from os.getppid() means that the parent has ended.
+    parent: the parent's process id. If os.getppid() differs, the parent has ended already.
     """
     signal_from_parent(signal.SIGKILL)
     if os.getppid() != parent:
@@ -132,8 +134,8 @@ def end_with(parent: int) -> None:
 def ask(
     task: str, options: dict[str, Any], *, seconds: float = 0, limit: float = 0, timeout: float = 0
 ) -> tuple[dict[str, Any], Ended]:
-    """Run a task in a child; return the `result` and `error` that the child has written so far, and
-    the end of its process. seconds: time limit that the task itself keeps. limit, timeout: as in
+    """Run a task in a child process. Returns `result` and `error`, as far as the child has written,
+    and the end of the process. seconds: time limit that the task itself keeps. limit, timeout: see
     `watched`."""
     job = {"seconds": seconds, "options": options, "parent": os.getpid()}
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
@@ -147,7 +149,7 @@ def ask(
 def run_child(
     options: dict[str, Any], steps: int, repeats: int, timeout: float = 0
 ) -> dict[str, Any]:
-    """Measure one configuration in a child; the outcome has the fields of `measure` in
+    """Measure a configuration in a child process. The outcome has the fields of `measure` in
     llmq/bench/measure.py. timeout: seconds; 0: only --watchdog limits the run. An outcome without a
     speed has `message`, and may have `last_words`, the last lines of output."""
     watchdog = make_config(options).watchdog
@@ -155,7 +157,7 @@ def run_child(
     job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
     try:
         found, ended = ask("llmq.bench.measure:measure", job, limit=limit, timeout=timeout)
-    except OSError as error:  # for example, no memory for a process
+    except OSError as error:  # e.g. no memory for a process
         return {"status": "failed", "message": f"no process can be made: {error.strerror}"}
     outcome = found["result"]
     if found["error"]:
@@ -167,7 +169,7 @@ def run_child(
 
 
 def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any]:
-    """The outcome of a child that wrote no result."""
+    """Return the outcome of a child that wrote no result."""
     if ended.status is None:
         why, flag = f"no progress for {limit} seconds", "--watchdog"
         if ended.late:
@@ -186,8 +188,8 @@ def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any
 
 @dataclass
 class Job:
-    """The job of a task. deadline: in seconds of time.monotonic(). note: stores the result so far.
-    alive: the file to touch."""
+    """The job of a task in a child process. deadline: in seconds of time.monotonic(). note: stores
+    the result so far. alive: the file to touch."""
 
     deadline: float = 0.0
     note: Callable[[dict[str, Any]], None] = field(default=lambda result: None)
@@ -195,7 +197,7 @@ class Job:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     @classmethod
@@ -205,7 +207,7 @@ class Job:
 
 
 def main() -> None:
-    """Run the child; the module's docstring describes its input and output."""
+    """Run the child process, whose input and output the module's docstring describes."""
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     given = json.load(sys.stdin)
     end_with(given["parent"])
@@ -220,7 +222,7 @@ def main() -> None:
         module, _, name = task.partition(":")
         job = Job(time.monotonic() + given["seconds"], note, Path(alive))
         getattr(importlib.import_module(module), name)(job, **given["options"])
-    except Exception as error:  # e.g. of CUDA: the report has its text
+    except Exception as error:  # e.g. of CUDA; the report has the error's text
         traceback.print_exc()
         found["error"] = " ".join(f"{type(error).__name__}: {error}".split())
         note(found["result"])

@@ -1,7 +1,7 @@
-"""Final losses of many short runs in one process, for sweeps of learning rates and scaling laws.
+"""Final losses of many short runs in a process, for sweeps of learning rates and for scaling laws.
 
-`llmq sweep-lr` trains a short ladder of learning rates at small size for `llmq recipe`. Runs that
-differ only in rates and length share one trainer: each starts from the same first weights on the
+`llmq sweep-lr` trains a small model at each of several learning rates, for `llmq recipe`. Runs that
+differ only in rates and length share a trainer: each run starts from the same first weights and the
 same data, without another start-up.
 """
 
@@ -30,21 +30,21 @@ from llmq.run.model_of_run import agreed_tokenizer, model_of_run
 from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
 
-LAST = 20  # number of last steps, whose mean loss is `train_loss`
+LAST = 20  # number of last steps, whose mean loss becomes `train_loss`
 _BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "log_file")
 
 
 def measure_losses(
     rows: list[Row], out: Path, *, seconds: float = 0, logs: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Train each row of sweep_file.read_runs; return the records of all finished runs, in row
-    order.
+    """Train a run for each row of sweep_file.read_runs. Returns the records of all finished runs,
+    in the order of rows.
 
-    out: the report, written after each run; runs that it holds are not repeated. seconds: time
-    after which no run begins; 0: no limit. logs: a folder for one JSON log a run, which `llmq plot`
-    reads; a record's `log` is the file's name. A run ends at the first loss that is not finite, and
-    its `loss` is None. Raises ConfigError for a report of another device or tokenizer, or a row
-    that cannot be swept.
+    out: the report, written after each run; runs that are in the report already are not repeated.
+    seconds: time after which no run begins; 0: no limit. logs: a folder for a JSON log of each run,
+    which `llmq plot` reads; a record's `log` is the file's name. A run ends at the first loss that
+    is not finite; `loss` is then None. Raises ConfigError for a report of another device or
+    tokenizer, or a row that cannot be swept.
     """
     report = read_json(out) if out.is_file() else {"device": None, "tokenizer": None, "runs": []}
     for row in rows:
@@ -98,12 +98,12 @@ def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def loss_of(run: dict[str, Any]) -> str:
-    """The loss as text for people."""
+    """Return the loss as console text."""
     return "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
 
 
 def run_line(record: dict[str, Any]) -> str:
-    """One run as a line for people."""
+    """Return a line about a run for the console."""
     return (
         f"{record['parameters'] / 1e6:7.2f}M parameters, {record['tokens'] / 1e6:7.1f}M tokens, "
         f"{record['optimizer']} at {record['learning_rate']:.3g}: loss {loss_of(record)}, "
@@ -112,10 +112,10 @@ def run_line(record: dict[str, Any]) -> str:
 
 
 def _shared(config: TrainConfig) -> TrainConfig:
-    """The config that all runs of one trainer have in common: all rates are divided by the learning
-    rate, and options about steps have their defaults."""
+    """Return the config that all runs of a trainer share: all rates are divided by the learning
+    rate, and options about steps have default values."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    # The captured update has the quotients of rates as constants.
+    # The captured update holds the quotients of rates as constants.
     rate, muon_lr = config.learning_rate, config.muon_lr
     parts = named_texts({name: own / rate for name, own in part_rates(config.lr_parts).items()})
     quotients = {"muon_lr": muon_lr and muon_lr / rate, "lr_parts": parts}
@@ -123,14 +123,14 @@ def _shared(config: TrainConfig) -> TrainConfig:
 
 
 def _log_name(way: str, config: TrainConfig, runs: list[dict[str, Any]]) -> str:
-    """A file name that no run of the report has yet."""
+    """Return a file name that no run of the report has yet."""
     name = f"{way}-{config.learning_rate:g}-{config.steps}"
     alike = [run for run in runs if run.get("log", "").startswith(name)]
     return f"{name}-{len(alike) + 1}.json" if alike else f"{name}.json"
 
 
 def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, Any]:
-    """Train one run from the first weights and the start of the data; return its record."""
+    """Train a run from the first weights and the start of the data; return the run's record."""
     start, tokens = time.monotonic(), trainer.plan.tokens
     trainer.restart()
     move_loaders(trainer.train_loaders, {})
@@ -169,21 +169,22 @@ def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, A
     }
 
 
-STEP = 2.0  # factor from one rate to the next
-MOST_FURTHER = 3  # further rates, while the best one is an end of the ladder
+STEP = 2.0  # factor from a rate to the next rate
+MOST_FURTHER = 3  # most further rates, added while the best rate is an end of the ladder
 FEWEST = 3  # rates: a parabola needs three points
-# Defaults of options that are not given. With these a model of four blocks trains on 16 million
-# tokens, three for each parameter: too few for the lowest loss, and enough to rank rates.
+# Defaults of options that are not given. With these options a model of four blocks trains on 16
+# million tokens, three tokens for each parameter. These are too few tokens for the lowest loss, but
+# enough to rank rates.
 USUAL = {"batch-size": 16, "grad-accumulation": 1, "steps": 1000, "eval-num-steps": 32}
 USUAL |= {"learning-rate": 0.002, "lr-schedule": "linear", "final-lr-fraction": 0.0}
-OF_MUON = {"learning-rate": 0.016}  # for the parameters that AdamW trains
+OF_MUON = {"learning-rate": 0.016}  # rate of the parameters that AdamW trains
 
 
 def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) -> None:
     """Train a model of `depth` blocks at each rate of a ladder, and write the best rate to `out`.
-    given: options of the runs, by flag name. rates: number of rates, factors of STEP around
-    --learning-rate. The ladder grows by MOST_FURTHER rates at most while its best rate is an end.
-    Raises ConfigError, LlmqError."""
+    given: options of the runs, by flag name. rates: number of rates, spaced by a factor of STEP
+    around --learning-rate. The ladder grows by at most MOST_FURTHER rates while the best rate is an
+    end. Raises ConfigError or LlmqError."""
     if rates < FEWEST:
         raise ConfigError(f"--rates: must be at least {FEWEST}, got {rates}")
     base = {"model": BASE, "from-scratch": True, "vocab-size": "auto"}
@@ -220,7 +221,7 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
 
 
 def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
-    """Measure the runs at these rates, in ascending order."""
+    """Measure the runs at these rates, in ascending order of rates."""
     rows = [own | {"learning-rate": round_rate(rate)} for rate in sorted(ladder)]
     if own.get("optimizer") in MUONS:
         rows = [{"muon-lr": row["learning-rate"] / TABLES} | row for row in rows]
@@ -230,8 +231,8 @@ def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
 
 
 def lowest(runs: list[dict[str, Any]]) -> float:
-    """Return the minimum of a parabola in log(rate) through the best run and its neighbours; the
-    best run's own rate if it is an end of the ladder. LlmqError if all runs diverged."""
+    """Return the minimum of a parabola in log(rate) through the best run and its neighbours. If the
+    best run is an end of the ladder, return its rate. Raises LlmqError if all runs diverged."""
     place = runs.index(best_of(runs))
     rate, losses = runs[place]["learning_rate"], [run["loss"] for run in runs]
     if losses[place] is None:

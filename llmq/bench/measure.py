@@ -1,11 +1,11 @@
-"""Speed of real training steps: one configuration on random tokens, timed in a child process.
+"""Speed of real training steps: a configuration on random tokens, timed in a child process.
 
 This module holds tasks of llmq/bench/child.py. `measure` notes `status` ("ok", "does not fit",
-"failed") and either `message`, or `result`, `machine` and `gpus`, the number of GPUs used; it
-touches the job's file while the ranks make progress. `plans` notes `machine`, and `runs`. Each of
-these has `status` ("fits", "does not fit", "failed" if it cannot be planned) and `message`; a
-planned run also has the needed bytes `device` and `host`, `step_seconds`, `tokens_per_second`, and
-`on_gpu`. On the CPU predicted times only compare runs with each other.
+"failed") and either `message`, or `result`, `machine` and `gpus`, the number of GPUs used. It
+touches the job's file while the ranks make progress. `plans` notes `machine`, and `runs`. Each run
+has `status` ("fits", "does not fit", "failed" if it cannot be planned) and `message`. A planned run
+also has the needed bytes `device` and `host`, `step_seconds`, `tokens_per_second`, and `on_gpu`. On
+the CPU predicted times only serve to compare runs.
 """
 
 import math
@@ -44,17 +44,16 @@ from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.timing import LaunchTime, time_launches
 
-MANY = 10_000  # steps of the trainer's schedule: more than there is time for
+MANY = 10_000  # steps of the trainer's schedule, more than time allows
 PIECE = 0.5  # seconds of steps between two synchronizations
 
 
 def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None) -> Trainer:
-    """Open a trainer and load its weights. options: by flag name; steps: the length of its
-    schedule.
+    """Open a trainer and load its weights. options: by flag name. steps: length of the schedule.
 
     alive: file that a thread touches whenever the ranks make progress; None: no such thread.
     """
-    config = make_config(options | {"steps": steps, "cooldown": 0})  # timing sets both
+    config = make_config(options | {"steps": steps, "cooldown": 0})  # timing needs own values
     model, model_dir = model_of_run(config)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
@@ -68,14 +67,14 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
 
 
 def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
-    """Random micro-batches of one step."""
+    """Return random micro-batches of a step."""
     rng = np.random.default_rng(seed)
     count = trainer.micro_batches
     return [random_batch(rng, trainer.config, trainer.model) for _ in range(count)]
 
 
 def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[float, Result]:
-    """Run `count` steps; return seconds per step and the last result. Results are read one step
+    """Run `count` steps; return seconds per step and the last result. Each result is read a step
     late, as in training."""
     trainer.dev.synchronize()
     start, ticket = time.perf_counter(), None
@@ -88,8 +87,8 @@ def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[flo
 
 
 def steps_for(trainer: Trainer, batches: list[Batch], duration: float) -> list[float]:
-    """Run steps for `duration` seconds, at least one; return seconds per step of each PIECE of half
-    a second."""
+    """Run steps for `duration` seconds, at least one step. Returns seconds per step for each PIECE
+    of half a second."""
     end = time.monotonic() + duration
     seconds = [timed_steps(trainer, batches, 1)[0]]
     while time.monotonic() < end:
@@ -105,27 +104,28 @@ def settle(
     duration: float = SETTLE,
     repeat: float = TIMED,
 ) -> int:
-    """Run steps for `duration` seconds, so that a GPU's clock settles at its power limit. Return
-    the number of steps that last `repeat` seconds, at least `steps`: the first steps after a wait
-    run at a higher clock, so short repeats mislead."""
+    """Run steps for `duration` seconds, so that a GPU's clock settles at its power limit. Returns
+    the number of steps that last `repeat` seconds, at least `steps`. Short repeats would mislead,
+    because the first steps after a wait run at a higher clock."""
     return max(steps, math.ceil(repeat / steps_for(trainer, batches, duration)[-1]))
 
 
 def launch_times(
     trainer: Trainer, batches: list[Batch], *, in_turn: bool = False
 ) -> list[LaunchTime]:
-    """Time each launch of a step by itself; in_turn: as in time_launches."""
+    """Time each launch of a step by itself. in_turn: see time_launches."""
     trainer.enqueue_step(batches)  # keeps the host ahead of the device
     return time_launches(trainer.dev, lambda: trainer.step(batches), in_turn=in_turn)
 
 
 def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
-    """The fraction of a step in which no launch of the main stream runs."""
+    """Return the fraction of a step in which no launch of the main stream runs."""
     return 1 - sum(launch.ms for launch in launches if launch.main) / 1e3 / step_seconds
 
 
 def measure(job: Job, *, options: dict[str, Any], steps: int, repeats: int, started: float) -> None:
-    """Task: time one run. started: time.time() when the parent asked for it."""
+    """Time a run, as the task of a child process. started: time.time() when the parent asked for
+    it."""
     try:
         job.note({"status": "ok"} | _measured(job.alive, options, steps, repeats, started))
     except OutOfMemory as error:
@@ -137,15 +137,14 @@ def measure(job: Job, *, options: dict[str, Any], steps: int, repeats: int, star
 def _measured(
     alive: Path | None, options: dict[str, Any], steps: int, repeats: int, started: float
 ) -> dict[str, Any]:
-    """Return `result`, `machine` and `gpus` of one run; llmq/bench/report.py explains the
-    numbers."""
+    """Return `result`, `machine` and `gpus` of a run; llmq/bench/report.py explains the numbers."""
     with open_trainer(options, MANY, alive) as trainer:
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
         batches = random_batches(trainer)
         trainer.step(batches)
         first_step = time.time() - started
         on_gpu = dev.kind == "cuda"
-        for _ in range(WARM_UP - 1 - on_gpu):  # on a GPU `settle` makes the last step
+        for _ in range(WARM_UP - 1 - on_gpu):  # `settle` makes the last step on a GPU
             trainer.step(batches)
         while trainer.shares.measures:
             trainer.step(batches)
@@ -184,21 +183,22 @@ def _measured(
 
 
 def predicted_speed(trainer: Trainer) -> float:
-    """Tokens per second that `llmq plan` predicts for this card."""
+    """Return the tokens per second that `llmq plan` predicts for this card."""
     planner = planner_of(trainer.model, trainer.machine, trainer.config.attention)
     return trainer.plan.tokens / planner.time(trainer.config, trainer.plan).total
 
 
 def _joules(gpus: list[NvmlGpu | None]) -> float | None:
-    """Energy in J that all GPUs have used so far; None if any GPU does not report it."""
+    """Return the energy in J that all GPUs have used so far; None if a GPU does not report
+    energy."""
     readings = [None if gpu is None else gpu.joules() for gpu in gpus]
     return None if None in readings else sum(readings)
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
-    """Bytes planned and bytes in use on the whole GPU (None on the CPU), and whether the arenas
-    equal the plan. The stack may be smaller: an evaluation, which is not run here, may need the
-    most."""
+    """Return bytes planned and bytes in use on the whole GPU (None on the CPU), and whether the
+    arenas equal the plan. The stack may be smaller than planned, because an evaluation, which is
+    not run here, may need the most stack."""
     planned, found = trainer.plan.usage.sizes, trainer.usage.sizes
     memory = {
         "planned": needed_bytes(trainer.plan, trainer.dev.spec),
@@ -213,21 +213,21 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
 
 
 def _machine(trainer: Trainer, source: NvmlGpu | None) -> dict[str, Any]:
-    """The device, GPU record and versions of this run's machine."""
+    """Return the device, GPU record and versions of this run's machine."""
     dev = trainer.dev
     gpu = None if dev.kind != "cuda" else system_record(dev.index, gpu_info(dev.index), source)
     return {"device": dev.spec.name, "gpu": gpu, "versions": versions_of(dev.kind)}
 
 
 def versions_of(kind: str) -> dict[str, str]:
-    """Versions of the libraries that a run on this kind of device depends on."""
+    """Return the versions of the libraries on which a run on this kind of device depends."""
     versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     return versions | (library_versions() if kind == "cuda" else {})
 
 
 def _show_progress(trainer: Trainer, alive: Path) -> None:
-    """Touch the file until the ranks are closed. This is the work of a thread, which a hanging
-    interpreter stops, too."""
+    """Touch the file while the ranks make progress, until the ranks are closed. A thread runs this
+    function, because a hanging interpreter stops the thread, too."""
     shown = None
     while not trainer.ranks.pool.closed:
         if trainer.ranks.pool.progress != shown:
@@ -240,11 +240,11 @@ def _show_progress(trainer: Trainer, alive: Path) -> None:
 # Plans
 
 
-_machine_here = cache(choose_machine)  # one reading of free memory for all runs
+_machine_here = cache(choose_machine)  # free memory is read once for all runs
 
 
 def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
-    """Return the record of one run's plan, and its machine. Raises LlmqError."""
+    """Return the record of a run's plan, and the run's machine. Raises LlmqError."""
     config = make_config(options | {"steps": 1, "cooldown": 0})
     model, _ = model_of_run(config, weights=False)
     machine = _machine_here(config.device, config.gpus)
@@ -264,7 +264,8 @@ def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
 
 
 def plans(job: Job, *, runs: list[dict[str, Any]]) -> None:
-    """Task: plan all runs; the noted machine is the one of the last run that can be planned."""
+    """Plan all runs, as the task of a child process. The noted machine is that of the last run that
+    can be planned."""
     records: list[dict[str, Any]] = []
     machine_record = None
     for options in runs:

@@ -10,16 +10,17 @@ from llmq.base.errors import ConfigError
 from llmq.bench.sweep_file import value_of
 from llmq.report.plot import COLORS
 
-HEAT_MAPS = 6  # most heat maps of one model
+HEAT_MAPS = 6  # most heat maps for a model
 SPEED = "tokens per second"
-CELL = 0.36  # height of a heat map's row, inches
-LETTERS = 22  # longest name of a row or column
+CELL = 0.36  # height of a heat map's row in inches
+LETTERS = 22  # longest name of a row or column, in characters
 Run = dict[str, Any]
 
 
 class HeatMap(NamedTuple):
-    """The highest speed, in tokens per second, for each pair of values of two options; None:
-    nothing was measured. tried: True for pairs whose runs failed or did not fit."""
+    """The highest speed, in tokens per second, for each pair of values of two options. speeds: None
+    if nothing was measured. tried: True for pairs with a run, even if the run failed or did not
+    fit."""
 
     title: str
     columns: list[str]
@@ -29,7 +30,7 @@ class HeatMap(NamedTuple):
 
 
 def number(value: float, _place: int = 0) -> str:
-    """A number as text for people and axes: 153.1k, 0.25."""
+    """Return a number as text for console and axes: 153.1k, 0.25."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * (10 if unit == "k" else 1):
             return f"{value / size:.4g}{unit}"
@@ -57,7 +58,7 @@ def figure_of(report: dict[str, Any]) -> Any:
 
 
 def _draw_speeds(axes: Any, runs: Sequence[Run]) -> None:
-    """Draw speed against memory, one color a model; both axes begin at 0."""
+    """Draw speed against memory, in a color for each model; both axes begin at 0."""
     for index, model in enumerate(dict.fromkeys(run["model"] for run in runs)):
         results = [run["result"] for run in runs if run["model"] == model]
         memory = [(r["memory"]["used"] or r["memory"]["planned"]) / GIB for r in results]
@@ -72,7 +73,7 @@ def _draw_speeds(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _draw_map(axes: Any, heat: HeatMap) -> None:
-    """Draw a heat map: the darker a cell, the higher its speed."""
+    """Draw a heat map: the darker a cell, the higher the speed."""
     measured = [speed for line in heat.speeds for speed in line if speed is not None]
     low, high = min(measured, default=0.0), max(measured, default=1.0)
     values = [[low if speed is None else speed for speed in line] for line in heat.speeds]
@@ -93,7 +94,7 @@ def _draw_map(axes: Any, heat: HeatMap) -> None:
 
 
 def _shown(text: str, letters: int = LETTERS) -> str:
-    """Text without characters that fonts lack: control characters and lone surrogates become
+    """Return text without characters that fonts lack: control characters and lone surrogates become
     escapes."""
     return printable(text).encode(errors="backslashreplace").decode()[:letters]
 
@@ -103,8 +104,8 @@ def _shown(text: str, letters: int = LETTERS) -> str:
 
 
 def heat_maps(runs: Sequence[Run], models: Sequence[str]) -> list[HeatMap]:
-    """Return the heat maps of each model, for pairs of options that take several values; a cell
-    counts the fastest run over all other options."""
+    """Return the heat maps of each model, for pairs of options that take several values. A cell
+    shows the fastest run over all other options."""
     found = []
     for model in models:
         of_model = [run for run in runs if run["model"] == model]
@@ -126,16 +127,16 @@ def heat_maps(runs: Sequence[Run], models: Sequence[str]) -> list[HeatMap]:
 
 
 def _value(run: Run, name: str) -> str:
-    """An option's value, spelled as in an option file."""
+    """Return an option's value, spelled as in an option file."""
     try:
         value = value_of(run["options"], name)
-    except (KeyError, ConfigError):  # an option of another version
+    except (KeyError, ConfigError):  # only another version knows the option
         value = run["options"].get(name, "default")
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _in_order(values: Sequence[str]) -> list[str]:
-    """Distinct values: numbers ascending, other values in order of appearance."""
+    """Return distinct values: numbers ascending, other values in order of appearance."""
     once = dict.fromkeys(values)
     try:
         return sorted(once, key=float)
@@ -144,6 +145,6 @@ def _in_order(values: Sequence[str]) -> list[str]:
 
 
 def _fastest(runs: Sequence[Run]) -> float | None:
-    """The highest tokens per second of these runs; None if none was measured."""
+    """Return the highest tokens per second of these runs; None if no run was measured."""
     speeds = [run["result"]["tokens_per_second"] for run in runs if run["status"] == "ok"]
     return max(speeds, default=None)

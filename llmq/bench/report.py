@@ -1,4 +1,4 @@
-"""Report of `llmq bench` as Markdown for people and CSV for spreadsheets."""
+"""The report of `llmq bench`, as Markdown for people and as CSV for spreadsheets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from llmq.bench.sweep_file import flag_of
 from llmq.options.options_io import make_config
 from llmq.report.tables import csv_table, markdown_table
 
-SHOWN_WORDS = 12  # lines of a failed run's output
+SHOWN_WORDS = 12  # most lines of a failed run's output that the report shows
 
 EXPLANATION = """\
 Tokens are random. tok/s: median of the repeats, which on a GPU follow two seconds of steps, in
@@ -19,12 +19,13 @@ memory: in use on the whole GPU, and its ratio to the planned bytes (*: the aren
 plan). start: from the command to the end of the first step."""
 
 
-# Names of runs whose products have another format than the model.
+# Column text for runs whose products have another format than the model.
 _PRODUCTS = {"e4m3": "fp8", "int8": "int8", "ternary": "ternary"}
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
-    """The columns that tell runs apart, and the remaining options as `flags`, flag text by name."""
+    """Return the columns that tell runs apart, and the remaining options as `flags`, flag text by
+    name."""
     config = make_config(options)
     columns = {
         "model": config.model.rsplit("/", 1)[-1],
@@ -34,25 +35,25 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "seq_len": config.seq_len,
         "gpus": max(config.gpus, 1),
     }
-    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # they are columns
+    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # these are columns
     left_out |= {"from-scratch", "device", "watchdog"}
     rest = {key: value for key, value in options.items() if key not in left_out}
     return columns | {"flags": {key: flag_of(key, value) for key, value in rest.items()}}
 
 
 def title(run: dict[str, Any]) -> str:
-    """A run in a few words, without its flags."""
+    """Return a run in a few words, without its flags."""
     return f"{run['model']} {run['dtype']} {run['batch']} x {run['accumulation']}"
 
 
 def shared_flags(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """Flags that all runs have in common, by name."""
+    """Return the flags that all runs have in common, by name."""
     flags = [run["flags"] for run in runs]
     return {k: v for k, v in flags[0].items() if all(f.get(k) == v for f in flags)}
 
 
 def full_title(run: dict[str, Any], shared: dict[str, str]) -> str:
-    """A run in a few words, with the flags that not all runs share."""
+    """Return a run in a few words, with the flags that not all runs share."""
     return " ".join([title(run), *(v for k, v in run["flags"].items() if k not in shared)])
 
 
@@ -61,7 +62,8 @@ def full_title(run: dict[str, Any], shared: dict[str, str]) -> str:
 
 
 def _over(run: dict[str, Any], other: float | None) -> str:
-    """Another speed in thousands, and our speed as a multiple of it."""
+    """Return `other`, a speed in tokens per second, in thousands, and the run's speed as a multiple
+    of `other`."""
     if other is None:
         return ""
     return f"{other / 1e3:.1f}k ({run['result']['tokens_per_second'] / other:.2f}x)"
@@ -75,7 +77,8 @@ def _memory(run: dict[str, Any]) -> str:
 
 
 def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
-    """Return a cell function for a number of the result; the cell is empty if it is None."""
+    """Return a function that formats the number `name` of a run's result as a cell; None gives an
+    empty cell."""
 
     def cell(run: dict[str, Any]) -> str:
         value = run["result"][name]
@@ -85,13 +88,13 @@ def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _energy(run: dict[str, Any]) -> str:
-    """Tokens for a joule of the GPUs; empty if the GPUs do not count energy."""
+    """Return the tokens for a joule of the GPUs; "" if the GPUs do not count energy."""
     joules = run["result"]["joules_per_token"]
     return f"{1 / joules:,.1f}" if joules else ""
 
 
 def _spread(run: dict[str, Any]) -> str:
-    """The spread of the repeats; empty for one repeat, which has no spread."""
+    """Return the spread of the repeats; "" for a single repeat, which has no spread."""
     return _number("spread", "{:.1%}")(run) if len(run["result"]["step_seconds"]) > 1 else ""
 
 
@@ -114,7 +117,7 @@ def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     if not measured:
         return [], []
     shared = shared_flags(runs)
-    several = len(report["invocations"]) > 1  # their versions may differ
+    several = len(report["invocations"]) > 1  # versions may differ between invocations
     cells = [
         {
             "model": run["model"],
@@ -149,7 +152,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
-    """One list item: why a run has no speed, and the last lines of its output."""
+    """Return a list item with the reason why a run has no speed, and the last lines of the run's
+    output."""
     lines = [f"- {full_title(run, shared)}: {run['status']}: {run['message']}"]
     if words := _last_words(run):
         lines += ["", "  ```text", *(f"  {word}" for word in words), "  ```", ""]
@@ -157,8 +161,8 @@ def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
 
 
 def _last_words(run: dict[str, Any]) -> list[str]:
-    """The last output lines of a run. For a hang: the innermost calls of the last stack, which
-    stand first and show where it hung."""
+    """Return the last output lines of a run. After a hang, return the innermost calls of the last
+    stack, which come first in the stack and show where the run hung."""
     words = run.get("last_words", [])
     stacks = [at for at, word in enumerate(words) if word.endswith("(most recent call first):")]
     return words[stacks[-1] :][:SHOWN_WORDS] if stacks else words[-SHOWN_WORDS:]
@@ -202,10 +206,11 @@ def _versions(machine: dict[str, Any] | None) -> str:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """Return the report as CSV, one line a run: every option that any run has, then the outcome.
+    """Return the report as CSV, a line for each run: every option that any run has, then the
+    outcome.
 
-    Speeds are in tokens per second, memory in bytes; step_seconds holds the repeats, separated by
-    blanks.
+    Speeds are in tokens per second, memory in bytes. The column step_seconds holds the repeats,
+    separated by blanks.
     """
     runs = report["runs"]
     options = list(dict.fromkeys(key for run in runs for key in run["options"]))

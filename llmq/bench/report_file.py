@@ -1,7 +1,8 @@
-"""Files of a bench report: read an earlier report, continue it, write it, and compare two reports.
+"""Files of a bench report: functions read an earlier report, continue it, write it, and compare two
+reports.
 
 `llmq bench --compare A B` compares the medians of the repeats of equal runs. Repeats whose ranges
-overlap show no difference. The ranges do not cover other processes, days or cards.
+overlap show no difference. The ranges say nothing about other processes, days or cards.
 """
 
 import json
@@ -22,17 +23,17 @@ from llmq.bench.sweep_file import Row, identity
 from llmq.report.tables import markdown_table
 
 Report = dict[str, Any]
-"""`machine`; `invocations`, the commands that made it; `runs`; `left`, the number of runs still to
-be made; `running`, the options of the current run, or None."""
+"""A report as a dict: `machine`; `invocations`, the commands that made the report; `runs`; `left`,
+the number of missing runs; `running`, the options of the current run, or None."""
 
 _KEYS = ("machine", "invocations", "runs")
-_WRITTEN = {".md": markdown, ".csv": as_csv}  # renderings of the report, beside the picture
+_WRITTEN = {".md": markdown, ".csv": as_csv}  # renderings of the report, besides the picture
 _SUFFIXES = (".json", *_WRITTEN, ".png")
-DRAW_SECONDS = 30  # least seconds between two pictures: drawing one takes a second or more
+DRAW_SECONDS = 30  # least seconds between two pictures, as drawing takes a second or more
 
 
 class ReportFile:
-    """OUT.json, the whole report, and its renderings OUT.md, OUT.csv, OUT.png."""
+    """Reads and writes the report OUT.json and the renderings OUT.md, OUT.csv and OUT.png."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -43,20 +44,20 @@ class ReportFile:
         return Path(f"{self.out}{suffix}")
 
     def reserved(self) -> AbstractContextManager[None]:
-        """Lock the report for this process. LlmqError if another process holds the lock or the path
-        cannot be written."""
+        """Lock the report for this process. Raises LlmqError if another process holds the lock or
+        the path cannot be written."""
         prepare_report("--out", self.out, *_SUFFIXES)
         return locked(lock_beside(self.path), "--out", self.path)
 
     def read(self, flag: str) -> Report | None:
-        """Return the report; None if the file does not exist. ConfigError, which names the flag, if
-        it is no report."""
+        """Return the report; None if the file does not exist. Raises ConfigError, which names the
+        flag, if the file is no report."""
         return read_report(self.path, flag) if self.path.exists() else None
 
     def write(self, report: Report, *, stopped: bool = False) -> None:
         """Write JSON (fsync), then Markdown and CSV unless a run has just begun; each file is
         replaced atomically. The picture is drawn at the end, and before the end at most once in
-        DRAW_SECONDS. stopped: True if this is the end although some runs are left."""
+        DRAW_SECONDS. stopped: True if the sweep ends although some runs are missing."""
         write_file(self.path, json.dumps(report, indent=1) + "\n")
         if report["running"] is not None:
             return
@@ -73,7 +74,7 @@ class ReportFile:
 
 
 def read_report(path: Path, flag: str) -> Report:
-    """Read a report and check it. ConfigError, which names the flag, if the file is not a
+    """Read and check a report. Raises ConfigError, which names the flag, if the file is no
     report."""
     try:
         report = read_json(path)
@@ -96,16 +97,16 @@ def read_report(path: Path, flag: str) -> Report:
 
 
 def _check_speed(result: dict[str, Any]) -> None:
-    """Raise ValueError for speeds or step times that are not finite and positive: they cannot be
-    compared."""
+    """Raise ValueError for speeds or step times that are not finite and positive, because such
+    numbers cannot be compared."""
     for value in (result["tokens_per_second"], *result["step_seconds"]):
         if not 0 < value < math.inf:
             raise ValueError(f"a speed or a time of a step is {value}")
 
 
 def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> list[str]:
-    """Differences between two reports' machines, one text each, the device first. Unknown values
-    count as equal."""
+    """Return differences between two reports' machines, a text for each, the device first. Unknown
+    values count as equal."""
     if one is None or other is None:
         return []
     found = []
@@ -123,8 +124,8 @@ def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> lis
 
 
 def continued(earlier: Report, later: Report) -> Report:
-    """Return an earlier report with a later sweep's runs appended; a later run replaces an equal
-    earlier one."""
+    """Return an earlier report with a later sweep's runs appended. A later run replaces an equal
+    earlier run."""
     again = {identity(run["options"]) for run in later["runs"]}
     first = len(earlier["invocations"])
     runs = [run for run in earlier["runs"] if identity(run["options"]) not in again]
@@ -146,15 +147,16 @@ SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 
 class Change(NamedTuple):
-    """part: relative change of speed. verdict: words on the change, from the repeats."""
+    """A change of speed between two runs. part: relative change of speed. verdict: words about the
+    change, from the repeats."""
 
     part: float
     verdict: str
 
 
 def change(one: Sequence[float], other: Sequence[float]) -> Change:
-    """Compare seconds per step of two runs' repeats: the relative change of the medians' speed, and
-    the verdict."""
+    """Compare two runs by the seconds per step of the repeats. Returns the relative change of the
+    median speed, and the verdict."""
     part = statistics.median(one) / statistics.median(other) - 1
     if min(len(one), len(other)) < 2:
         return Change(part, UNKNOWN)
@@ -164,13 +166,13 @@ def change(one: Sequence[float], other: Sequence[float]) -> Change:
 
 
 def run_compare(one: Path, other: Path) -> None:
-    """Print the changes from one report to the other. ConfigError if a file is not a report."""
+    """Print the changes from one report to the other. Raises ConfigError if a file is no report."""
     reports = [read_report(path, "--compare") for path in (one, other)]
     print("\n".join(comparison(reports[0], reports[1], (str(one), str(other)))))
 
 
 def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
-    """Return the comparison as lines of Markdown."""
+    """Return the comparison of two reports as lines of Markdown."""
     keyed = [{_key(run): run for run in report["runs"]} for report in (one, other)]
     both = [key for key in keyed[0] if key in keyed[1]]
     shared = shared_flags([*one["runs"], *other["runs"]]) if one["runs"] or other["runs"] else {}
@@ -205,13 +207,13 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
 
 
 def _key(run: dict[str, Any]) -> Hashable:
-    """Key by which runs are matched: options and number of GPUs."""
+    """Return the key by which runs are matched: options and number of GPUs."""
     return identity(run["options"]), run.get("gpus")
 
 
 def _machines(one: Report, other: Report) -> str:
-    """Differences outside llmq's code that may have changed the speed, as Markdown; empty if there
-    are none."""
+    """Return differences outside llmq's code that may have changed the speed, as Markdown; "" if
+    there are no differences."""
     lines = [f"- {line}" for line in differences(one["machine"], other["machine"])]
     cards = [((r["machine"] or {}).get("gpu") or {}).get("uuid") for r in (one, other)]
     if all(cards) and cards[0] != cards[1]:

@@ -1,4 +1,4 @@
-"""Runs of a sweep, from a file of `llmq bench` and the command line."""
+"""The runs of a sweep, read from a file of `llmq bench` and from the command line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import FIELDS, make_config
 
-MOST_RUNS = 100_000  # most runs in the product of all lists: more are a mistake
+MOST_RUNS = 100_000  # most runs in the product of all lists, beyond which a list is a mistake
 
 Row = dict[str, Any]
-"""The options of one run, by flag name without leading dashes."""
+"""The options of a run, by flag name without leading dashes."""
 
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
 _DATA = "train_file eval_file train_seed eval_seed steps epochs eval_every_n_steps "
 _DATA += "eval_num_steps document_separator data_order"
-# Options without effect on a benchmark: training data, outputs and their times, tasks beside
-# training.
+# Options without effect on a benchmark: training data, outputs and when these are written, tasks
+# during training.
 _WITHOUT_EFFECT = {
     opt.flags[0]
     for name, opt in OPTIONS.items()
@@ -38,10 +38,10 @@ _WITHOUT_EFFECT = {
 def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = False) -> list[Row]:
     """Return the options of every distinct run.
 
-    given: options of the command line, which win. file: YAML, TOML or JSON with options of all
-    runs, and under `runs` a list of mappings, each with options of its own runs; lists of values
-    are multiplied. trains: True if runs train on data; False if tokens are random and options of
-    data are refused. Raises ConfigError.
+    given: options of the command line, which override the file. file: YAML, TOML or JSON with
+    options of all runs, and under `runs` a list of mappings, each with options of its own runs.
+    Every combination of listed values is a run. trains: True if runs train on data; False if tokens
+    are random and options of data are refused. Raises ConfigError.
     """
     shared = {} if file is None else read_option_file(file)
     runs = shared.pop("runs", [{}])
@@ -61,7 +61,7 @@ def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = Fal
 
 
 def one_run(given: Mapping[str, Any], file: Path | None) -> TrainConfig:
-    """Return the config of the only run of these options. ConfigError if there are several."""
+    """Return the config of the only run of these options. Raises ConfigError for several runs."""
     runs = read_runs(given, file)
     if len(runs) > 1:
         raise ConfigError(f"--save-config: holds the options of one run, but these are {len(runs)}")
@@ -69,22 +69,24 @@ def one_run(given: Mapping[str, Any], file: Path | None) -> TrainConfig:
 
 
 def identity(options: Row) -> Hashable:
-    """A hashable that is equal for runs that do the same, however their options are spelled."""
+    """Return a hashable that is equal for runs that do the same, however the options are
+    spelled."""
     return _identity(json.dumps(options, sort_keys=True, default=str))
 
 
 @cache
 def _identity(text: str) -> Hashable:
-    """The identity of options as JSON text; cached, because a long sweep asks for each after every
-    run."""
-    try:  # these two change no run: a log's name has the time, a watchdog only watches
+    """Return the identity of options as JSON text. The cache helps a long sweep, which asks for
+    each identity after every run."""
+    try:  # neither changes a run: a log's name has the time, a watchdog only watches
         return replace(make_config(json.loads(text)), log_file=None, watchdog=0)
-    except ConfigError:  # a report of another version, with other options
+    except ConfigError:  # a report of another version may have other options
         return text
 
 
 def _product(options: Mapping[str, Any]) -> list[Row]:
-    """All combinations of the values of lists. ConfigError if there are more than MOST_RUNS."""
+    """Return all combinations of the values of lists. Raises ConfigError for more than
+    MOST_RUNS."""
     choices = [values if isinstance(values, list) else [values] for values in options.values()]
     if (count := math.prod(map(len, choices))) > MOST_RUNS:
         raise ConfigError(f"--config: its lists stand for {count} runs, more than {MOST_RUNS}")
@@ -92,7 +94,7 @@ def _product(options: Mapping[str, Any]) -> list[Row]:
 
 
 def value_of(options: Row, name: str) -> Any:
-    """The value of an option in a run; its default if it is not given."""
+    """Return the value of an option in a run; the default if the option is not given."""
     name = _FIRST_FLAG[name]
     given, field = options.get(name), FIELDS[name]
     found = getattr(_defaults(), field) if given is None else OPTIONS[field].convert(given)
@@ -136,15 +138,15 @@ def _spelled(options: Row) -> str:
 
 
 def flag_of(key: str, value: Any) -> str:
-    """An option as command-line text."""
+    """Return an option as command-line text."""
     if isinstance(value, bool):
         return f"--{key}" if value else f"--no-{key}"
     return f"--{key}={value}"
 
 
 def _by_flag(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options keyed by each one's first flag; make_config refuses unknown ones. ConfigError if
-    two names of one option are given."""
+    """Return the options by the first flag of each option; make_config refuses unknown options.
+    Raises ConfigError if an option is given under two names."""
     found: dict[str, Any] = {}
     for key, value in options.items():
         flag = str(key).replace("_", "-")

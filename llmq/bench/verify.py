@@ -1,7 +1,7 @@
-"""`llmq verify`: check that options which save memory change no number.
+"""`llmq verify`: checks that options which save memory change no number.
 
-Two runs make the same steps, one without these options. Losses, gradient norms and log-sum-exps
-must agree bit by bit.
+Two runs make the same steps, one of the runs without these options. Losses, gradient norms and
+log-sum-exps must agree bit by bit.
 """
 
 import json as json_module
@@ -29,9 +29,9 @@ from llmq.runtime.machine import Machine, choose_machine
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Results of two runs. options: flags under test. without, having: the results of each step
-    without and with them, then of an evaluation on the last step's first batches, which compares
-    the weights."""
+    """The results of two runs. options: flags under test. without, having: the results of each step
+    without and with these options, then of an evaluation on the last step's first batches, which
+    compares the weights."""
 
     options: tuple[str, ...]
     without: tuple[Result, ...]
@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def equal(self) -> list[bool]:
-        """True for each result that is equal in both runs."""
+        """Return True for each result that is equal in both runs."""
         return [
             np.array_equal([*numbers(one).values()], [*numbers(other).values()], equal_nan=True)
             for one, other in zip(self.without, self.having, strict=True)
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def numbers(result: Result) -> dict[str, float]:
-    """The numbers of a result that are compared: all but times."""
+    """Return the numbers of a result that are compared: all numbers except times."""
     found = {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
     return found | found.pop("numbers")
 
@@ -68,7 +68,7 @@ def run_verify(
 ) -> bool:
     """Run `llmq verify` and print the comparison; return True if all results are equal.
 
-    given: fields set on the command line; a warning names those without effect here.
+    given: fields set on the command line; a warning names fields without effect on the comparison.
     """
     idle = [rule for rule in RULES.of(config, IDLE, "measuring") if rule.option in given]
     if idle:
@@ -90,9 +90,9 @@ def compare(
     steps: int,
     synthetic: bool = False,
 ) -> Comparison:
-    """Make both runs, one after the other. The learning rate follows the schedule of a run of
-    `steps` steps. synthetic: train on random tokens. Raises LlmqError as training does, and
-    OutOfMemory if the run does not fit without the options."""
+    """Make the run without the options, then the run with the options. The learning rate follows
+    the schedule of a run of `steps` steps. synthetic: train on random tokens. Raises the errors of
+    training, and OutOfMemory if the run does not fit without the options."""
     RULES.check(config, verification=steps)
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)
@@ -100,7 +100,7 @@ def compare(
     plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)
-    except OutOfMemory:  # the plan advises to add the options
+    except OutOfMemory:  # the plan's error would advise to add the options
         raise OutOfMemory(
             "without the options that are to be verified the run does not fit into memory or "
             "--memory-limit: verify them with a smaller --model, --batch-size or --seq-len"
@@ -115,7 +115,7 @@ def compare(
 
 
 def without_options(config: TrainConfig, machine: Machine) -> TrainConfig:
-    """The same config without the options that save memory and must change no number."""
+    """Return the config without the options that save memory and must change no number."""
     return replace(config, **RULES.exact(config, ranks=_ranks(machine)))
 
 
@@ -126,8 +126,8 @@ def _ranks(machine: Machine) -> Ranks:
 def _results(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, synthetic: bool
 ) -> list[Result]:
-    """Results of all steps, then an evaluation. Each step is enqueued before the previous result is
-    read, as in training."""
+    """Return the results of all steps, then of an evaluation. Each step is enqueued before the
+    previous result is read, as in training."""
     with Trainer.from_config(config, model, model_dir) as trainer:
         trainer.load_weights()
         results, ticket = [], None
@@ -143,7 +143,8 @@ def _results(
 
 
 def report(found: Comparison) -> list[str]:
-    """Comparison as lines for people: one line a result, with all digits if the results differ."""
+    """Return the comparison as console lines: a line for each result, with all digits if the
+    results differ."""
     options = " ".join(found.options) or "none, the same run twice"
     lines = ["[Verify]", f"  Options: {options}", ""]
     rows = zip(found.names, found.equal, found.without, found.having, strict=True)
@@ -164,7 +165,7 @@ def _verdict(names: Sequence[str], equal: Sequence[bool]) -> str:
 
 
 def record(found: Comparison) -> dict[str, Any]:
-    """Comparison as a record for JSON; numbers that are not finite become None."""
+    """Return the comparison as a record for JSON; numbers that are not finite become None."""
 
     def finite(result: Result) -> dict[str, float | None]:
         return {k: v if math.isfinite(v) else None for k, v in numbers(result).items()}
