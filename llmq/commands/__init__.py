@@ -1,5 +1,4 @@
-"""The command line: one module a command, over `cli.py`.
+"""The command line: a module for each command or group of commands, called from `cli.py`.
 
-Imports everything.
-Start with `cli.py`.
+This folder may import every other folder. Begin to read with `cli.py`.
 """

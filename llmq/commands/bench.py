@@ -1,4 +1,4 @@
-"""Commands on speed: `llmq bench`, of configurations, and `llmq rig`, of the machine."""
+"""Commands about speed: `llmq bench` measures configurations, `llmq rig` measures the machine."""
 
 import sys
 from pathlib import Path
@@ -69,7 +69,7 @@ def bench(
         resume=resume,
         retry=retry,
         timeout=timeout,
-        overwrite=bool(given.pop("overwrite", False)),  # of a run it would have no effect here
+        overwrite=bool(given.pop("overwrite", False)),  # has no effect on a run here
     )
     if compare is not None:
         from llmq.bench.report_file import run_compare

@@ -1,6 +1,6 @@
-"""`llmq`: the table of its commands, and the handling of their errors.
+"""The command `llmq`: the table of its commands, and the handling of their errors.
 
-A command imports its implementation when it runs, so that --help answers at once.
+A command imports its implementation when the command runs, so that --help answers at once.
 """
 
 import os
@@ -28,7 +28,7 @@ app = typer.Typer(
     name="llmq",
     help="Train Qwen-, Llama- and GPT-2-class language models on one machine.",
     cls=Group,
-    rich_markup_mode=None,  # no tables of rich; see common.py
+    rich_markup_mode=None,  # rich's tables cut names, see common.py
     context_settings=SETTINGS,
 )
 
@@ -50,7 +50,7 @@ def _common(
         refuse_several(f"llmq {context.invoked_subcommand}")
 
 
-PANELS = {  # panels of --help: commands by name; a TrainCommand takes the options of a run
+PANELS = {  # panels of --help: commands by name; a TrainCommand has the options of a run
     "Begin": {
         "demo": (train.demo, Command),
         "finetune": (finetune.finetune, TrainCommand),
@@ -96,10 +96,11 @@ for _panel, _commands in PANELS.items():
 
 @cache
 def _command(prog_name: str, name: str | None = None) -> Any:
-    """The command that a console script runs: the group of all commands, or for `llmq-train` the
-    command `train`, which then has the options for shell completion itself.
+    """Return the command that a console script runs: for `llmq` the group of all commands, for
+    `llmq-train` the command `train` with options for shell completion.
 
-    name: the only command to make, as making all takes most of a short run's time; None: all.
+    name: the only command to make, because making all commands takes most of a short run's time;
+    None: all.
     """
     some = copy(app)
     some.registered_commands = [c for c in app.registered_commands if name in (None, c.name)]
@@ -129,7 +130,7 @@ def _join_equals() -> None:
 
 
 def _run(args: list[str], prog_name: str = "llmq") -> int:
-    """Run a command and return the exit status: LlmqError.STATUS for errors that the user can fix.
+    """Run a command and return the exit status, LlmqError.STATUS for errors that the user can fix.
 
     prog_name: name of the console script.
     """
@@ -137,7 +138,7 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
     _join_equals()
     with doors():
         status = _status(args, prog_name)
-        _lost_output()  # drops unwritable output, even after a signal
+        _lost_output()  # drops text that cannot be written, even after a signal
         return status
 
 
@@ -156,7 +157,7 @@ def _status(args: list[str], prog_name: str) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        discard(sys.stdout)  # the reader of the output has gone
+        discard(sys.stdout)  # the reading process has ended
         return 1
     except (UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":
@@ -170,8 +171,8 @@ def _status(args: list[str], prog_name: str) -> int:
 
 
 def _lost_output() -> OSError | None:
-    """The error of standard output if its text cannot be written, else None. Drops this text: the
-    interpreter's end would try to write it again and print a traceback."""
+    """Return the error of standard output if its text cannot be written, else None. The text is
+    dropped, because the interpreter would try to write it again at exit, and print a traceback."""
     lost = getattr(sys.stdout, "lost", None)
     try:
         sys.stdout.flush()
@@ -182,8 +183,9 @@ def _lost_output() -> OSError | None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of each standard stream that the shell has closed: else the
-    next opened file would get the stream's number, and receive all text that libraries print."""
+    """Open the null device in place of each standard stream that the shell has closed. Without
+    this, the next opened file would get the stream's number, and receive all text that libraries
+    print."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
@@ -194,10 +196,10 @@ def _open_standard_streams() -> None:
 
 
 def main() -> None:
-    """Entry point of `llmq`."""
+    """Run `llmq`, as the entry point of its console script."""
     sys.exit(_run(sys.argv[1:]))
 
 
 def train_main() -> None:
-    """Entry point of `llmq-train`, the same as `llmq train`."""
+    """Run `llmq train`, as the entry point of the console script `llmq-train`."""
     sys.exit(_run(sys.argv[1:], TRAIN))

@@ -1,6 +1,6 @@
-"""Functions that several commands share. They turn TrainConfig's fields into options, and options
-into a run. They format --help in groups, with whole names at any width; rich's tables cut names.
-"""
+"""Functions that several commands share: TrainConfig's fields become options, and given options
+become a run. --help is formatted in groups, with whole names at any width; rich's tables cut
+names."""
 
 import errno
 import inspect
@@ -41,7 +41,7 @@ NAMES = 26  # width in characters of the column of names in --help
 _PATHS = ("--out", "--out-dir", "--checkpoint-dir", "--config", "--save-config")
 
 Record = tuple[str, str]
-"""The spelling of an option or a command, and its help text."""
+"""The spelling of an option or a command, and the help text."""
 
 
 def _write(formatter: Any, title: str, records: list[Record]) -> None:
@@ -54,7 +54,7 @@ def _write(formatter: Any, title: str, records: list[Record]) -> None:
             first, *others = textwrap.wrap(
                 text, formatter.width - column, break_on_hyphens=False, break_long_words=False
             ) or [""]
-            if len(names) > formatter.width - 2:  # of an option with two spellings, on and off
+            if len(names) > formatter.width - 2:  # an option with two spellings, on and off
                 names = names.replace(" / ", " /\n  ")
             begin = f"  {names}"
             if len(begin) > column - 2:
@@ -65,8 +65,9 @@ def _write(formatter: Any, title: str, records: list[Record]) -> None:
 
 
 def _foreign(args: Sequence[str], known: Collection[str]) -> list[str]:
-    """A line for each option of a command line that is not in `known`, the command's options. []
-    unless one of these options is another trainer's, or has _ in place of -."""
+    """Return a line for each option of a command line that is not in `known`, the command's
+    options. Returns [] unless one of these options belongs to another trainer, or has _ in place of
+    -."""
     lines, answered = [], False
     for index, arg in enumerate(args):
         flag, equals, text = arg.partition("=")
@@ -84,12 +85,13 @@ def _foreign(args: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """True if a word of a command line is a value, not an option."""
+    """Return True if a word of a command line is a value, not an option."""
     return not word.startswith("-") or re.fullmatch(r"-[\d.]+", word) is not None
 
 
 def _offered(line: str, known: Collection[str]) -> bool:
-    """True if the command has the option that a line about another trainer's option advises."""
+    """Return True if the command has the option that a line about another trainer's option
+    advises."""
     advised = re.search(r": use (--[a-z0-9-]+)", line)
     return advised is None or advised[1] in known
 
@@ -97,8 +99,8 @@ def _offered(line: str, known: Collection[str]) -> bool:
 class Command(TyperCommand):
     """A command whose help shows options in their declared groups.
 
-    ConfigError for an empty path, for example from an unset shell variable: it would mean the
-    working directory.
+    An empty path, for example from an unset shell variable, raises ConfigError: the path would mean
+    the working directory.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -119,7 +121,7 @@ class Command(TyperCommand):
             raise ConfigError(f"{len(lines)} options are not llmq's:", details) from None
 
     def shown(self, ctx: Any, parameter: Any) -> bool:
-        """True if --help shows the option."""
+        """Return True if --help shows the option."""
         return True
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -136,7 +138,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The list of commands in --help: panels in the order of use, a line of help per command."""
+    """Lists the commands in --help: panels in the order of use, a line of help for each command."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
@@ -153,13 +155,13 @@ class Group(TyperGroup):
 
 
 def option(kind: Any, text: str, *names: str, **how: Any) -> Any:
-    """The annotation of a parameter that is an option. text: its help. names, how: arguments of
-    typer.Option."""
+    """Return the annotation of a parameter that is an option. text: help text of the option. names,
+    how: arguments of typer.Option."""
     return Annotated[kind, typer.Option(*names, help=text, **how)]
 
 
 def argument(kind: Any, text: str, **how: Any) -> Any:
-    """The annotation of a positional parameter. text, how: see `option`."""
+    """Return the annotation of a positional parameter. text, how: see `option`."""
     return Annotated[kind, typer.Argument(help=text, **how)]
 
 
@@ -187,8 +189,8 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
     """Give a command function every option of TrainConfig.
 
     The function's first parameter receives the options that were given on the command line: flag
-    without dashes -> text or bool. Its other parameters stay options of their own. It may return
-    the exit status.
+    without dashes -> text or bool. The function's other parameters stay options of the command. The
+    function may return the exit status.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
@@ -211,7 +213,8 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
 
 @cache
 def _parameters() -> list[inspect.Parameter]:
-    """Every option of TrainConfig, for all commands, and hidden parameters for removed options."""
+    """Return every option of TrainConfig, for all commands, and hidden parameters for removed
+    options."""
     return [_parameter(name, opt) for name, opt in OPTIONS.items()] + [
         _removed_parameter(name, old.switch) for name, old in REMOVED.items()
     ]
@@ -227,7 +230,7 @@ def _removed_parameter(name: str, switch: bool) -> inspect.Parameter:
 
 
 def _parameter(name: str, opt: Option) -> inspect.Parameter:
-    """One option as a parameter whose value is None if the user did not give the option."""
+    """Return an option as a parameter, whose value is None if the user did not give the option."""
     default = getattr(TrainConfig(), name)
     is_bool, is_list = opt.parse is parse_bool, opt.repeats
     spellings = [f"--{flag}" for flag in opt.flags]
@@ -251,7 +254,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
 
 
 def _completion(name: str, opt: Option) -> Callable[[str], list[str]] | None:
-    """The function that completes an option's values in a shell; None if values are not known."""
+    """Return the function that completes an option's values in a shell; None for unknown values."""
     if name == "model":
         return starting_with(_presets)
     if name == "name":
@@ -260,8 +263,8 @@ def _completion(name: str, opt: Option) -> Callable[[str], list[str]] | None:
 
 
 def starting_with(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """A completion function that offers the values with the typed beginning. values: called at
-    each completion."""
+    """Return a completion function that offers the values with the typed beginning. values: called
+    at each completion."""
 
     def offered(incomplete: str) -> list[str]:
         found = incomplete.lower()
@@ -277,19 +280,20 @@ def _presets() -> Iterable[str]:
 
 
 def run_names() -> Iterable[str]:
-    """Names of runs that have checkpoints in ckpt/ or a log in logs/ of the working directory."""
+    """Return the names of runs with checkpoints in ckpt/ or a log in logs/ of the working
+    directory."""
     logs = (re.sub(r"-\d{4}-\d\d-\d\dT[\d_]+$", "", p.stem) for p in Path("logs").glob("*.json"))
     return sorted({*logs, *(path.parent.name for path in Path("ckpt").glob("*/step_*"))})
 
 
 class TrainCommand(Command):
-    """A command that also reads --flag=false and some flags without a value, as llm.q does."""
+    """A command that also reads --flag=false, and some flags without a value, like llm.q."""
 
     def get_help_option_names(self, ctx: Any) -> list[str]:
         return [*super().get_help_option_names(ctx), ALL]
 
     def shown(self, ctx: Any, parameter: Any) -> bool:
-        """True for the usual options of a run, and with --help-all for all options."""
+        """Return True for the usual options of a run, and with --help-all for all options."""
         if ctx.meta.get(ALL) or parameter.name not in OPTIONS or parameter.name in USUAL:
             return True
         return ctx.info_name == "rl" and OPTIONS[parameter.name].group == RL_GROUP
@@ -308,7 +312,8 @@ class TrainCommand(Command):
 
 
 def _spelled_out(args: list[str], index: int) -> str:
-    """args[index] in a form that typer parses: a switch without =, a bare flag with its value."""
+    """Return args[index] in a form that typer parses: a switch without =, a bare flag with a
+    value."""
     name, equals, value = args[index].partition("=")
     if name in _BY_PARSER[parse_bool] and equals:
         try:
@@ -324,7 +329,7 @@ def _spelled_out(args: list[str], index: int) -> str:
 
 
 def checks(name: str) -> Callable[[str | None], str | None]:
-    """A callback that converts and checks a value as TrainConfig does for its option `name`."""
+    """Return a callback that converts and checks a value like TrainConfig's option `name`."""
 
     def checked(value: str | None) -> str | None:
         if value is not None:
@@ -346,8 +351,8 @@ Reserve = option(
 
 
 def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
-    """The bytes that the value of an option outside TrainConfig means. least: the smallest allowed
-    size."""
+    """Return the bytes for which the value of an option outside TrainConfig stands. least: the
+    smallest allowed size."""
     try:
         size = None if value is None else parse_size(value)
     except ValueError as error:
@@ -376,16 +381,17 @@ def load_run(
     defaults: dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     world: World = World(),
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
-    """Checked options of a run, its model and model directory, and the fields that the user has
-    set; prints warnings. With --continue, options that are not given come from the checkpoint.
+    """Return the checked options of a run, its model and model directory, and the fields that the
+    user has set. Prints warnings. With --continue, options that are not given come from the
+    checkpoint.
 
-    given: options of the command line. file: of --config. trains: the run trains on the token
-    files, whose ids must be in the vocabulary. weights: the run reads the weights of --model.
-    plans: the run is only planned; a preset's name then means the trained model. defaults: by field
-    other defaults, or a function that makes them from the given options. world: its processes all
-    call this function.
+    given: options of the command line. file: the file of --config. trains: True if the run trains
+    on the token files, whose ids must be in the vocabulary. weights: True if the run reads the
+    weights of --model. plans: True if the run is only planned; a preset's name then means the
+    trained model. defaults: other defaults by field, or a function from the given options to such
+    defaults. world: the processes, which all call this function.
     """
-    layers = world.each(lambda: layers_of(given, file))  # read once: the file may be a pipe
+    layers = world.each(lambda: layers_of(given, file))  # read once, as a pipe allows
     values = layers[0] | layers[1]
     if trains and weights and values.get("device") != "cpu":
         load_ahead(alone=not world.several)
@@ -417,15 +423,14 @@ def load_run(
     return world.each(load)
 
 
-# UsageError is the parser's base class of errors; its own module is not public.
-LONGEST = 2000  # most characters of an error line: a quoted value may have millions
+# UsageError is the base class of the parser's errors; the class's own module is not public.
+LONGEST = 2000  # most characters of an error line, because a quoted value may have millions
 UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def _meant(error: Any) -> str | None:
-    """An error that suggests all options that begin with the unknown option's name, if there are
-    any. The parser's own guess compares letters only: for --eval-every it suggests --eval-seed.
-    """
+    """Return an error that suggests all options that begin with the unknown option's name, or None.
+    The parser's own guess compares only letters, and suggests --eval-seed for --eval-every."""
     name = getattr(error, "option_name", None)
     if name is None or not hasattr(error, "possibilities"):
         return None
@@ -435,7 +440,7 @@ def _meant(error: Any) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one line for the user, of at most LONGEST characters."""
+    """Return the error as a line for the user, of at most LONGEST characters."""
     if isinstance(error, UsageError):
         text = _meant(error) or error.format_message()
         if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):
@@ -452,6 +457,6 @@ def one_line(error: BaseException) -> str:
     else:
         text = error.headline if isinstance(error, LlmqError) else str(error)
         text = text or type(error).__name__
-    notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
+    notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank that raised the error
     text = " ".join([*text.split(), *([f"({notes})"] if notes else [])])
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"

@@ -1,4 +1,4 @@
-"""Commands on data: `llmq tokenize`, `train-tokenizer`, `data`, `show`, `check`."""
+"""Commands about data: `llmq tokenize`, `train-tokenizer`, `data`, `show`, `check`."""
 
 from pathlib import Path
 

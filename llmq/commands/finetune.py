@@ -1,4 +1,4 @@
-"""`llmq finetune`: one command from files of records to a better model."""
+"""`llmq finetune`: fine-tunes a model on files of records by one command."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Commands on the logs of runs: `llmq plot`, `watch`, `top`."""
+"""Commands about the logs of runs: `llmq plot`, `watch`, `top`."""
 
 from pathlib import Path
 

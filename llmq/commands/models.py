@@ -1,4 +1,4 @@
-"""Commands on models: `llmq sample`, `eval`, `score`, `export`, `merge`."""
+"""Commands about models: `llmq sample`, `eval`, `score`, `export`, `merge`."""
 
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,8 @@ def evaluate(
 
 
 def adapter_folder(given: Path | None) -> Path | None:
-    """The folder that --adapter means: a path, or the name of a run; None without --adapter."""
+    """Return the folder that --adapter names, by path or by a run's name; None without
+    --adapter."""
     from llmq.run.run_paths import find_model
 
     return None if given is None else Path(find_model(str(given)))
@@ -210,7 +211,8 @@ def _score_records(
     scored: str, data: list[str], out: Path, given: dict[str, Any], best: bool, others: list[str]
 ) -> None:
     """Run `llmq score` on records. given: options of a run, most of which are refused here. others:
-    given options of the command that have no effect on records; ConfigError if there are any."""
+    given options of the command that have no effect on records. Raises ConfigError if `others` is
+    not empty, or for refused options."""
     from llmq.options.options_io import layers_of
     from llmq.run.evaluate import run_rewards
     from llmq.run.run_paths import find_model

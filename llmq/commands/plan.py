@@ -1,6 +1,5 @@
-"""Commands before a run: `llmq plan` predicts memory and time; `recipe` chooses the options for a
-number of hours; `sweep-lr` finds the best learning rate of a small model.
-"""
+"""Commands before a run: `llmq plan` predicts memory and time, `recipe` chooses the options for a
+number of hours, `sweep-lr` finds the best learning rate of a small model."""
 
 from __future__ import annotations
 
@@ -131,7 +130,7 @@ def plan(
 
 
 def _teacher(config: TrainConfig) -> tuple[TrainConfig, ModelConfig] | None:
-    """Options and model of --teacher; None without a teacher."""
+    """Return options and model of --teacher; None without a teacher."""
     if config.teacher is None:
         return None
     from llmq.run.teacher import teacher_of
@@ -142,7 +141,7 @@ def _teacher(config: TrainConfig) -> tuple[TrainConfig, ModelConfig] | None:
 # ------------------------------------------------------------------------------------------------
 
 
-VOCABULARY = 32768  # vocabulary size without data, equal to that of nanochat's tokenizer
+VOCABULARY = 32768  # vocabulary size without data, equal to nanochat's
 
 Data = option(
     Path | None,
@@ -161,7 +160,8 @@ Measure = option(
 
 
 def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The options, by field, that --data stands for. ConfigError if these are given, too."""
+    """Return the options, by field, for which --data stands. Raises ConfigError if such an option
+    is given, too."""
     if data is None:
         return {}
     for flag in ("train-file", "eval-file"):
@@ -175,7 +175,7 @@ def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tried(recipe: Recipe) -> Tried:
-    """Time a recipe's steps on this machine, on random tokens. LlmqError if a step fails."""
+    """Time a recipe's steps on this machine, on random tokens. Raises LlmqError if a step fails."""
     from llmq.bench.child import run_child
     from llmq.options.option_file import fewest_values
     from llmq.plan.recipe import Tried

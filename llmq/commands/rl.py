@@ -11,7 +11,7 @@ from llmq.options.options import TrainConfig
 
 
 def _defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Default options of a run on samples, by field. values: given options, by field."""
+    """Return default options of a run on samples, by field. values: given options, by field."""
     own = {"samples": True, "train_file": ("none",), "eval_file": "none"}
     own |= {"document_mask": True, "packing": "concat"}
     if values.get("teacher") is None:
@@ -22,8 +22,8 @@ def _defaults(values: dict[str, Any]) -> dict[str, Any]:
 def load_rl(
     given: dict[str, Any], file: Path | None, **how: Any
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
-    """Options and model of a run on samples; arguments and result: see `load_run`. Without
-    --grad-accumulation a step has as many micro-batches as its samples may fill."""
+    """Return options and model of a run on samples. Arguments and result: see `load_run`. Without
+    --grad-accumulation, a step has as many micro-batches as its samples may fill."""
     config, model, model_dir, fields = load_run(given, file, defaults=_defaults, **how)
     if "grad_accumulation" not in fields:
         needed = -(-config.prompts_per_step * config.num_samples // config.batch_size)

@@ -1,4 +1,4 @@
-"""`llmq serve`: a model behind OpenAI's HTTP interface."""
+"""`llmq serve`: serves a model behind OpenAI's HTTP interface."""
 
 from llmq.base.errors import ConfigError
 from llmq.commands.common import Device, option

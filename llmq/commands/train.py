@@ -1,6 +1,5 @@
-"""`llmq train`: makes or plans a run, also in several processes that an MPI launcher has started;
-and two commands that train on their own: `llmq verify`, `llmq demo`.
-"""
+"""`llmq train`: makes or plans a run, also in several processes that an MPI launcher has started.
+Two more commands train by themselves: `llmq verify` and `llmq demo`."""
 
 import contextlib
 import os
@@ -37,9 +36,9 @@ from llmq.runtime.world import World, launched, refuse_several
 def joined() -> Iterator[World]:
     """Yield the world of the processes that a launcher has started together with this process.
 
-    Only the first process writes to standard output. An error that ends one process ends all, with
-    the error's status. The first process prints an error that all processes have; a single process
-    prints its own error.
+    Only the first process writes to standard output. An error that ends one process ends all
+    processes, with the error's status. The first process prints an error that all processes have; a
+    single process prints its own error.
     """
     if launched() == 1:
         yield World()
@@ -64,7 +63,7 @@ def joined() -> Iterator[World]:
             if not getattr(error, "agreed", False):
                 _tell(world, error)
                 world.mpi.abort(status_of(error))
-            if not world.first:  # MPI waits at the end until the first process has told the error
+            if not world.first:  # MPI waits at the end for the first process's message
                 raise SystemExit(status_of(error)) from None
             raise
         finally:
@@ -72,7 +71,7 @@ def joined() -> Iterator[World]:
 
 
 def _tell(world: World, error: BaseException) -> None:
-    """Print an error that perhaps no other process has, after this process's warnings."""
+    """Print an error that other processes may not have, after this process's warnings."""
     for line in taken_warnings() if not world.first else []:
         print(f"warning: {line}", file=sys.stderr)
     if status_of(error) == 1:
@@ -201,7 +200,7 @@ def verify(
     from llmq.bench.verify import run_verify
 
     options = {"steps": verify_steps, "synthetic": synthetic, "json": json}
-    options["given"] = fields_of(layers_of(given))  # without the file: it may be a run's
+    options["given"] = fields_of(layers_of(given))  # the file may belong to a run
     return 0 if run_verify(config, model, model_dir, **options) else 1
 
 
