@@ -7,7 +7,7 @@ __all__ = ["ArrayLoss", "Callback", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of `__all__`, loaded at first use: `llmq --help` does not wait."""
+    """Return a class of `__all__`, loaded at its first use, so that `llmq --help` does not wait."""
     if name == "Trainer":
         from llmq.run.script import Trainer
 

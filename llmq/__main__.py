@@ -9,7 +9,8 @@ from llmq.base.stopwatch import START  # measures from here on
 
 @contextmanager
 def _quiet_interrupt() -> Iterator[None]:
-    """The status of Ctrl-C also while modules are loaded, which takes some tenths of a second."""
+    """Exit with the status of Ctrl-C also while modules are loaded, which takes some tenths of a
+    second."""
     try:
         yield
     except KeyboardInterrupt:
@@ -17,7 +18,7 @@ def _quiet_interrupt() -> Iterator[None]:
 
 
 def main() -> None:
-    """Entry point of `llmq`."""
+    """Run `llmq`, as the entry point of the console script."""
     with _quiet_interrupt():
         with START.part("loading modules"):
             from llmq.commands import cli
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 def train_main() -> None:
-    """Entry point of `llmq-train`, the same as `llmq train`."""
+    """Run `llmq train`, as the entry point of the console script `llmq-train`."""
     with _quiet_interrupt():
         with START.part("loading modules"):
             from llmq.commands import cli
