@@ -1,7 +1,7 @@
 """Measurements of the speed of configurations, and checks that memory options change no bit.
 
-This folder imports all folders below, from base to run. Begin to read with `measure.py`, which
-times a run, and `bench.py`, which makes many runs.
+This package may import packages of lower layers, from base to run. Begin to read with `measure.py`,
+which times a run, and `bench.py`, which makes many runs.
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
 LIMIT = 300  # seconds for the plan of a run
 
 Prediction = dict[str, Any]
-"""The prediction of a run, as `plans` in llmq/bench/measure.py writes the record."""
+"""The prediction of a run, a record that `plans` in llmq/bench/measure.py writes."""
 
 
 def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any] | None]:
@@ -56,9 +56,9 @@ def run_bench(
     given: Mapping[str, Any], file: Path | None, settings: BenchOptions, argv: list[str]
 ) -> None:
     """Measure every configuration, write the report after each run, and print the report's table.
-    given, file: see read_runs. argv: the command line, for the report. Raises ConfigError for
-    options that exclude each other or an existing report that must stay, and LlmqError at the end
-    if a run failed."""
+    given, file: see read_runs. argv: the command line, which the report shows. Raises ConfigError
+    for options that exclude each other or an existing report that must stay, and LlmqError at the
+    end if a run failed."""
     if settings.retry and not settings.resume:
         raise ConfigError("--retry: is for what failed in an earlier sweep: give --resume, too")
     if settings.overwrite and settings.resume:
@@ -278,7 +278,7 @@ class Sweep:
         self.pending = [p for p in self.pending if p is not options]
         self._learn(run)
         try:
-            self._write()  # before printing: the terminal may be gone
+            self._write()  # before printing, as the terminal may be gone
         finally:  # the disk may be full
             said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
             print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ from llmq.base.signals import signal_from_parent
 from llmq.options.options_io import make_config
 from llmq.run.restarts import in_words
 
-POLL = 0.5  # seconds
+POLL = 0.5  # seconds between looks at the child
 LAST_WORDS = 2.0  # seconds from SIGUSR1 (print the stacks) to SIGKILL
 KEPT_BYTES = 8192  # bytes of the child's output that the report keeps
 KEPT_LINES = 40
@@ -53,7 +53,7 @@ class Ended(NamedTuple):
 
 
 def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
-    """Run a command to its end, and pass the output to this process's standard error. text: the
+    """Run a command to its end, and pass its output to this process's standard error. text: the
     command's standard input. alive: the file that the child touches. limit: most seconds from one
     touch to the next; 0: no limit. timeout: most seconds in all; 0: no limit. A child beyond a
     limit gets SIGUSR1, which prints the child's stacks, and then SIGKILL."""
@@ -63,7 +63,7 @@ def watched(command: list[str], text: str, alive: Path, limit: float, timeout: f
     with tempfile.TemporaryFile("w+") as file:  # a pipe would block for a large text
         file.write(text)
         file.seek(0)
-        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # for output of a killed child
+        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # output of a killed child comes, too
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with _without_ctrl_c():
             process = subprocess.Popen(command, stdin=file, env=unbuffered, **pipes)
@@ -110,8 +110,8 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
-    """Copy a pipe to this process's standard error as data come; `said` keeps the last
-    KEPT_BYTES."""
+    """Copy a pipe to this process's standard error as data come; `said` keeps the last KEPT_BYTES
+    bytes."""
     while data := os.read(pipe.fileno(), 1 << 16):
         said += data
         del said[:-KEPT_BYTES]
@@ -182,8 +182,7 @@ def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any
     return {"status": "failed", "message": message}
 
 
-# ------------------------------------------------------------------------------------------------
-# The child
+# The child process
 
 
 @dataclass

@@ -98,7 +98,7 @@ def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def loss_of(run: dict[str, Any]) -> str:
-    """Return the loss as console text."""
+    """Return the run's loss as console text."""
     return "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
 
 
@@ -171,7 +171,7 @@ def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, A
 
 STEP = 2.0  # factor from a rate to the next rate
 MOST_FURTHER = 3  # most further rates, added while the best rate is an end of the ladder
-FEWEST = 3  # rates: a parabola needs three points
+FEWEST = 3  # least number of rates, as a parabola needs three points
 # Defaults of options that are not given. With these options a model of four blocks trains on 16
 # million tokens, three tokens for each parameter. These are too few tokens for the lowest loss, but
 # enough to rank rates.

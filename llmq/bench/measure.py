@@ -44,7 +44,7 @@ from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.timing import LaunchTime, time_launches
 
-MANY = 10_000  # steps of the trainer's schedule, more than time allows
+MANY = 10_000  # length in steps of the trainer's schedule, longer than any measurement
 PIECE = 0.5  # seconds of steps between two synchronizations
 
 
@@ -53,7 +53,7 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
 
     alive: file that a thread touches whenever the ranks make progress; None: no such thread.
     """
-    config = make_config(options | {"steps": steps, "cooldown": 0})  # timing needs own values
+    config = make_config(options | {"steps": steps, "cooldown": 0})  # timing sets both
     model, model_dir = model_of_run(config)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"

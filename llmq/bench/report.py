@@ -19,7 +19,7 @@ memory: in use on the whole GPU, and its ratio to the planned bytes (*: the aren
 plan). start: from the command to the end of the first step."""
 
 
-# Column text for runs whose products have another format than the model.
+# Column text for runs whose matrix products have another format than the model.
 _PRODUCTS = {"e4m3": "fp8", "int8": "int8", "ternary": "ternary"}
 
 
@@ -35,7 +35,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "seq_len": config.seq_len,
         "gpus": max(config.gpus, 1),
     }
-    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # these are columns
+    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # columns of their own
     left_out |= {"from-scratch", "device", "watchdog"}
     rest = {key: value for key, value in options.items() if key not in left_out}
     return columns | {"flags": {key: flag_of(key, value) for key, value in rest.items()}}

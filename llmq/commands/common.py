@@ -54,7 +54,7 @@ def _write(formatter: Any, title: str, records: list[Record]) -> None:
             first, *others = textwrap.wrap(
                 text, formatter.width - column, break_on_hyphens=False, break_long_words=False
             ) or [""]
-            if len(names) > formatter.width - 2:  # an option with two spellings, on and off
+            if len(names) > formatter.width - 2:  # the option has two spellings, on and off
                 names = names.replace(" / ", " /\n  ")
             begin = f"  {names}"
             if len(begin) > column - 2:
@@ -274,7 +274,7 @@ def starting_with(values: Callable[[], Iterable[str]]) -> Callable[[str], list[s
 
 
 def _presets() -> Iterable[str]:
-    from llmq.options.presets import PRESETS  # here: --help does not wait for it
+    from llmq.options.presets import PRESETS  # imported here, so that --help does not wait
 
     return PRESETS
 
@@ -365,7 +365,7 @@ def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
 def save_config(file: Path | None, config: TrainConfig) -> None:
     """Write the options to the file of --save-config, if given."""
     if file is not None:
-        from llmq.options.option_file import save_options  # here: --help does not wait for YAML
+        from llmq.options.option_file import save_options  # imported late, as YAML is slow
 
         save_options(file, config)
 

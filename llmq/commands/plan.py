@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _card_names() -> list[str]:
-    from llmq.options.cards import CARDS  # here: --help does not wait for it
+    from llmq.options.cards import CARDS  # imported here, so that --help does not wait
 
     words = (name.split("RTX ")[-1].removeprefix("NVIDIA ").split() for name in CARDS)
     return sorted({first for first, *_ in words})  # without blanks, at which a shell divides

@@ -34,7 +34,7 @@ _RECORD_BEGINS = b'{"log": "'
 
 
 def _json_value(value: Any) -> Any:
-    """Return the value as JSON types; floats that are not finite become None."""
+    """Return the value with the types that JSON has; floats that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Path):

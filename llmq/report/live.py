@@ -139,7 +139,7 @@ def _rate(sample: dict[str, Any], name: str) -> str:
 
 
 def _held_by(sample: dict[str, Any], *, wide: bool) -> str:
-    """Return the limit that holds the clock down: "" for no limit, "-" if unknown."""
+    """Return why the GPU's clock is held down: "" if it is not, "-" if unknown."""
     reasons = sample.get("reasons", UNSUPPORTED)
     if isinstance(reasons, dict):  # a record's shares begin with the most frequent reason
         found = next((one for one in REASONS if one.text == next(iter(reasons), "")), None)
@@ -496,7 +496,7 @@ class NotebookView(PlainView):
             self._drawn = time.monotonic()
 
     def _render(self) -> dict[str, str]:
-        """Return the output by MIME type."""
+        """Return the cell's output, by MIME type."""
         console = Console(
             file=io.StringIO(), record=True, force_jupyter=False, force_terminal=False, width=WIDE
         )

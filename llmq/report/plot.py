@@ -161,7 +161,7 @@ def _rate(r: dict[str, Any]) -> float | None:
 
 
 def series_of(records: list[dict[str, Any]]) -> list[Series]:
-    """Return all series of a log, in the order of panels. records: from read_log."""
+    """Return all series of a log, in the order of panels. records: result of read_log."""
     by_log: dict[str, list[dict[str, Any]]] = {}
     for r in records:
         by_log.setdefault(r["log"], []).append(r)
@@ -175,7 +175,7 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
             found.append(Series(panel, label, x(rows), values, **drawn))
 
     def add_named(rows: list[dict], panel: Callable[[dict], str], value: str, label: str) -> None:
-        """Add one series for each pair of panel and name of these records."""
+        """Add a series to the plot for each pair of panel and name in `rows`."""
         for key in dict.fromkeys((panel(r), r.get("name")) for r in rows):
             named_rows = _by_step(r for r in rows if (panel(r), r.get("name")) == key)
             named = " ".join(filter(None, (label, key[1])))
@@ -365,8 +365,8 @@ def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
 
 
 def _places(grid: Any, count: int) -> list[Any]:
-    """Return the grid cells of the panels. The first panel takes a whole row; so does the last
-    panel if nothing is left to stand beside it."""
+    """Return the grid cells of the panels. The first panel takes a whole row. If the other panels
+    do not fill the last row, the last panel takes this row."""
     places = [grid[0, :], *(grid[1 + n // COLUMNS, n % COLUMNS] for n in range(count - 1))]
     if (count - 1) % COLUMNS:
         places[-1] = grid[-1, :]

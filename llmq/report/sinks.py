@@ -67,7 +67,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
             return {
                 f"{kind}{rank}/{name}": value / _UNITS.get(_EXTREME.sub("", name), 1)
                 for name, value in values.items()
-                if name not in ("id", "samples") and value != -1  # -1: the card lacks this reading
+                if name not in ("id", "samples") and value != -1  # -1: the card cannot tell
             }
         case "rollout":
             return {f"rollout/{name}": value for name, value in values.items()}
@@ -112,8 +112,7 @@ def text(record: dict[str, Any]) -> tuple[str, Any] | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------
-# Sinks. timestamp: seconds since 1970
+# Sinks; timestamps are in seconds since 1970
 
 
 def _library(flag: str, module: str) -> Any:
@@ -203,7 +202,7 @@ def _markdown(content: Any) -> str:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; the library's own settings decide if the run is online."""
+    """A run of Weights & Biases. The library's own settings decide whether the run is online."""
 
     def __init__(self, project: str, name: str, run: RunId | None = None):
         """run: the run to continue if the project has a run with this id."""
@@ -315,7 +314,7 @@ first: first step of the log."""
 def open_sinks(
     places: Mapping[str, Any], name: str | None, log: Path, records: list[dict[str, Any]]
 ) -> list[Sink]:
-    """Open the sinks of these flags, for a log that begins with these records. Raises LlmqError."""
+    """Open the sinks in `places`, for a log that begins with `records`. Raises LlmqError."""
     started = [r for r in records if r["log"] == "cmd"]
     run = RunId.of(started[0].get("run")) if started else None
     begins = [r.get("resumed_at", 0) for r in started]
@@ -337,7 +336,7 @@ def _tensorboard(
 
 
 def _places_of(tensorboard: Path | None, wandb: str | None) -> dict[str, Any]:
-    """Return the values of the given sink flags, by flag."""
+    """Return the flags of the given sinks, with their values."""
     places = {"tensorboard": tensorboard, "wandb": wandb}
     return {flag: place for flag, place in places.items() if place is not None}
 

@@ -101,7 +101,7 @@ class Progress:
 
 
 def _bar(name: str, total: int) -> Any:
-    from rich import progress  # slow to import
+    from rich import progress  # imported here, being slow
 
     columns = (progress.BarColumn(), progress.TaskProgressColumn())
     bar = progress.Progress(

@@ -19,7 +19,7 @@ from llmq.runtime.pinned import PinnedMemory
 
 COPY = 256 * MIB  # bytes of a copy
 SECONDS = 0.5  # target duration of a measurement
-GUESS = 40e9  # in bytes per second, an assumed rate that sets the number of copies
+GUESS = 40e9  # assumed rate in bytes per second that sets the number of copies
 WAYS = {"in": (True, False), "out": (False, True), "both": (True, True)}
 
 Rates = dict[str, list[float]]
@@ -113,9 +113,9 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
 
 
 def measure(job: Job, *, gpus: int, **_: Any) -> None:
-    """Measure the part `bus` of the rig. Notes `alone`, the rates of each GPU; `at_once`, by N, the
-    rates of the first N GPUs that copy together; `pairs`, a record for each ordered pair of
-    GPUs."""
+    """Measure copy rates, the part `bus` of `llmq rig`. Notes `alone`, the rates of each GPU;
+    `at_once`, by N, the rates of the first N GPUs that copy together; `pairs`, a record for each
+    ordered pair of GPUs."""
     from llmq.runtime.cuda_api import load
 
     api = load().runtime

@@ -301,8 +301,9 @@ def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] 
 
 
 def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any) -> None:
-    """Measure the part `exchanges` of the rig. Notes for each operation a point per size, [received
-    bytes, seconds alone, seconds beside kernels]; for LOAD the three numbers of Exchanges.load."""
+    """Measure collectives, the part `exchanges` of `llmq rig`. Notes for each operation a point per
+    size, [received bytes, seconds alone, seconds beside kernels]; for LOAD the three numbers of
+    Exchanges.load."""
     found = measured(device, gpus, BACKENDS[backend], SIZES)
     points: dict[str, list[list[float]]] = {}
     for name, mib in found.alone:

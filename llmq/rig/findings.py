@@ -1,5 +1,5 @@
-"""Faults of a machine in words, each with a remedy; and console lines with the numbers of each part
-of the rig."""
+"""Faults of a machine in words, each with a remedy; and console lines with the numbers that a part
+of `llmq rig` has measured."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,14 +9,14 @@ from llmq.runtime.device import DeviceSpec
 
 # Theoretical GB/s of a PCIe lane in one direction, by PCIe generation.
 LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-LEAST_BUS = 0.6  # least good share of the slot's theoretical rate
-LEAST_COPY = 0.75  # least good share of the data sheet's bandwidth
-LEAST_PRODUCT = 0.7  # least good share of the TFLOP/s that this kind of card sustains
-SLOWER = 0.95  # least good share of the fastest GPU's rate
-LIMITED = 0.97  # least good share of the card's default power limit
-HELD = 0.1  # least share of readings with a reason for a lower clock that counts as a fault
-CROWDED = 0.75  # least good share of a single GPU's copy rate while all GPUs copy
-NO_ROOM = "not even a micro-batch of one sequence fits"  # no fault, but a large model
+LEAST_BUS = 0.6  # a smaller share of the slot's theoretical rate is a fault
+LEAST_COPY = 0.75  # a smaller share of the data sheet's bandwidth is a fault
+LEAST_PRODUCT = 0.7  # a smaller share of the TFLOP/s that this kind of card sustains is a fault
+SLOWER = 0.95  # a smaller share of the fastest GPU's rate is a fault
+LIMITED = 0.97  # a smaller share of the card's default power limit is a fault
+HELD = 0.1  # a larger share of readings with a reason for a lower clock is a fault
+CROWDED = 0.75  # a smaller share of one GPU's copy rate, while all GPUs copy, is a fault
+NO_ROOM = "not even a micro-batch of one sequence fits"  # the model is too large, which is no fault
 PCIE_RISER = "see whether it sits in its slot, and whether a riser or the firmware limits it"
 
 Report = dict[str, Any]
@@ -249,7 +249,7 @@ FINDINGS: tuple[Callable[[Report], Iterator[str]], ...] = (
 
 
 def part_of(report: Report, name: str) -> dict[str, Any]:
-    """Return the measurements of a part of the rig; {} without measurements."""
+    """Return the measurements of a part of `llmq rig`; {} without measurements."""
     return report["measured"].get(name) or {}
 
 
@@ -267,7 +267,7 @@ LOAD = {
 
 
 def numbers_of(part: str, result: dict[str, Any]) -> Iterator[str]:
-    """Yield console lines with the numbers of a part's result."""
+    """Yield console lines with the numbers of a result of `llmq rig`'s part `part`."""
     if part == "disk" and result:
         yield f"reads {result['read']:.1f} GB/s, writes {result['write']:.1f} GB/s"
     elif part == "bus":

@@ -21,11 +21,11 @@ from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
 
 ROWS = (8192, 4096, 2048, 128)  # rows of a square product; the largest product that fits is used
-COPY = 16  # bytes of a copy, in units of rows * rows
+COPY = 16  # bytes of a copy divided by rows * rows
 PRODUCTS = 4  # products before each copy
 ALONE = 0.2  # share of the time in which, with several GPUs, GPU 0 works alone
 EVERY = 1.0  # seconds between readings
-SETTLED = 1 / 3  # share of the readings, at the end, that count as settled
+SETTLED = 1 / 3  # share of each series, at the end, whose readings count as settled
 # Words for the bits of NVML's reasons for a lower clock. If the hardware knows the cause of a
 # slowdown, it sets SLOWDOWN together with the cause. SLOWDOWN therefore counts only without a known
 # cause.
@@ -123,9 +123,9 @@ def _loaded(
 
 
 def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, **_: Any) -> None:
-    """Measure the part `load` of the rig. Notes for each GPU a `series` with a reading every
-    second, and the values at which the series settle; `alone`, TFLOP/s of GPU 0 while the other
-    GPUs are idle; `slowest`, the slowest GPU's share of `alone`."""
+    """Measure GPUs under load, the part `load` of `llmq rig`. Notes for each GPU a `series` with a
+    reading every second, and the values at which the series settle; `alone`, TFLOP/s of GPU 0 while
+    the other GPUs are idle; `slowest`, the slowest GPU's share of `alone`."""
     machine = choose_machine(device, gpus)
     budget = machine.spec.memory // 4
     rows = next((n for n in ROWS if (6 + 2 * COPY) * n * n < budget), ROWS[-1])

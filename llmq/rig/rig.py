@@ -1,5 +1,5 @@
-"""`llmq rig`: measures a machine in minutes, names the machine's faults, and writes the card file
-for plans."""
+"""`llmq rig`: measures a machine in minutes, part by part (SHARES names the parts), names the
+machine's faults, and writes the card file for plans."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def run_part(
 
 
 class Rig:
-    """Runs the parts of the command in turn, each within the part's share of the time and the time
+    """Runs the parts of `llmq rig` in turn, each part within its share of the time and the time
     left."""
 
     def __init__(self, seconds: float, measure: Measure, clock: Clock):

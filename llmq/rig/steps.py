@@ -33,7 +33,7 @@ from llmq.rig.findings import NO_ROOM
 from llmq.run.trainer import Trainer
 from llmq.runtime.timing import LaunchTime
 
-BEHIND = 0.1  # largest share of a step, see in_time
+BEHIND = 0.1  # largest share of a step by which its launches may outlast the step, see in_time
 
 Table = dict[str, list[list[Any]]]
 """Points [sizes, seconds] by kind of launch, one point for each tuple of sizes."""
@@ -86,7 +86,7 @@ def _medians(found: Mapping[tuple[str, tuple[int, ...]], list[float]]) -> Table:
 
 
 AHEAD = 0.4  # seconds of untimed steps before each timed step, at the same power
-ROUNDS = 3  # timed steps
+ROUNDS = 3  # number of timed steps
 RECENT = 3  # last runs, the longest of which bounds the next; the first run also loads libraries
 BATCHES = (32, 16, 8, 4, 2, 1)  # batch sizes, of which the largest that fits is used
 QUARTER = 4
@@ -170,7 +170,7 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
 
 
 def title_of(options: dict[str, Any]) -> str:
-    """Return a short title for progress and the report."""
+    """Return a short title of a run, for progress and the report."""
     flags = [str(options["model"]).rpartition("-")[2], options.get("matmul-dtype", "bf16")]
     flags += ["beside others"] if options.get(BESIDE) else []
     flags += [
@@ -185,9 +185,10 @@ def title_of(options: dict[str, Any]) -> str:
 
 
 def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_: Any) -> None:
-    """Measure the part `steps` of the rig. Notes `steps`, a record for each run that time allowed,
-    and `refused`, by index, why a run does not fit. A record has `launches`, `seconds` of the
-    measurement, and `tokens_per_second`, `idle`, `options` and BESIDE of the run."""
+    """Measure launches of steps, the part `steps` of `llmq rig`. Notes `steps`, a record for each
+    run that time allowed, and `refused`, by index, why a run does not fit. A record has `launches`,
+    `seconds` of the measurement, and `tokens_per_second`, `idle`, `options` and BESIDE of the
+    run."""
     found: dict[str, Any] = {"steps": [], "refused": {}}
     took: list[float] = []
     for index, options in enumerate(runs):

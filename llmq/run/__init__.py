@@ -1,5 +1,5 @@
 """The trainer: ranks and their threads, the training loop, and the loop's console output and log.
 
-This folder imports all folders below, from base to plan. Begin to read with `trainer.py` and
-`loop.py`.
+This package may import packages of lower layers, from base to plan. Begin to read with `trainer.py`
+and `loop.py`.
 """

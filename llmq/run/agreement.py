@@ -27,7 +27,8 @@ def check_start(
 ) -> None:
     """Raise ConfigError for the first version, option, model field or plan that differs.
 
-    plan: memory and CUDA graphs of a rank. weights: files of the model's first weights.
+    plan: choices of a rank's plan, such as memory sizes. weights: files of the model's first
+    weights.
     """
     if not world.several:
         return

@@ -71,7 +71,7 @@ def checked_batches(
         _check_named(named or {}, shape, named_inputs(model, config))
         for name, array in (("inputs", inputs), ("targets", targets)):
             _check(name, array, shape, "int32")
-            bad = array.view(np.uint32) >= model.vocab_size  # a negative id is a large unsigned one
+            bad = array.view(np.uint32) >= model.vocab_size  # a negative id turns into a large one
             bad &= (name == "inputs") | (array != MASKED_TARGET)
             if bad.any():
                 allowed = f"token ids in 0..{model.vocab_size - 1}, targets also {MASKED_TARGET}"

@@ -30,7 +30,7 @@ from llmq.text.tokenizer import Tokenizer, streamed
 from llmq.text.train_tokenizer import train_tokenizer
 
 PROMPT = "def __init__(self"
-HELD_OUT = 16_384  # approximate bytes of the validation module, whose validation takes some seconds
+HELD_OUT = 16_384  # approximate bytes of the held-out Python module; its validation takes seconds
 NEW_TOKENS = 110  # new tokens of a sample; prompt and sample are shorter than a training sequence
 STEPS = {"host": 300, "cuda": 2000}
 # These sizes gave the least loss of equally long runs in docs/decisions/runs.md.
@@ -56,7 +56,8 @@ def python_sources() -> list[str]:
 
 
 def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainConfig:
-    """Return the options of the demo's run. kind: "host" or "cuda", for which `device` stands."""
+    """Return the options of the demo's run. kind: the kind of device that `device` means, "host" or
+    "cuda"."""
     steps = STEPS[kind] if steps is None else steps
     validation = {"eval-every-n-steps": 100, "eval-num-steps": 10} if steps > 100 else {}
     return make_config(
@@ -159,7 +160,8 @@ def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
 
 
 def _remove_last(config: TrainConfig) -> None:
-    """Delete the last demo's files. Files of other runs stay, and cause an error later."""
+    """Delete the last demo's files. Files of other runs stay, and make the new run end with an
+    error."""
     for found in existing_outputs(config):
         if found.owner is not None and found.owner.name == config.name:
             for path in found.paths:

@@ -28,7 +28,7 @@ from llmq.run.metrics import Reporter
 from llmq.run.monitor import Probe
 from llmq.run.ranks import Rank, Ranks
 
-MAX_SKIPPED = 10  # steps in a row without an update, after which a run ends
+MAX_SKIPPED = 10  # number of steps in a row without an update that ends a run
 AT_A_TIME = 64  # tensors whose largest values share a scratch tensor
 
 _LOGGED = {  # names of quantized tensors in llm.q's log; all others: act.NAME.{}, grad.NAME.{}
@@ -59,8 +59,8 @@ class _Entry(NamedTuple):
 
 def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> NanOrigin | None:
     """Run all micro-steps of a step again, and return the first tensor that is not finite, or None.
-    step: counted from 0. batches: the step's batches for each rank of this process. The search
-    overwrites gradients and losses."""
+    step: number of the step, from 0. batches: the step's batches for each rank of this process. The
+    search overwrites gradients and losses."""
     bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
     if bad is not None:
         return NanOrigin(f"the weight {bad.name}", in_weights=True)
@@ -177,7 +177,7 @@ def abs_maxes(ranks: Ranks) -> dict[str, float]:
     """Return largest absolute values of the tensors that the last step has quantized, by llm.q's
     names. Returns {} without fp8.
 
-    The values are those of the last micro-step; with delayed scales they cover all micro-steps.
+    The values are of the last micro-step, or with delayed scales of all micro-steps.
     """
     of_ranks = ranks.everywhere("abs-maxes", lambda rank: rank.step.model.operands.largest())
     found = {}
@@ -204,7 +204,8 @@ def _pieces(rank: Rank, group: str) -> list[_Entry]:
 
 def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
     """Return the sort key of a gradient in the order of the backward pass: head, layers from the
-    last to the first, embedding. name: of a layer's gradient, listed in HalfSpec.backward_order."""
+    last to the first, embedding. name: name of a layer's gradient, one of
+    HalfSpec.backward_order."""
     if not block.startswith("layers."):
         return (0 if block == "head" else config.num_layers + 1), 0
     layer = int(block.removeprefix("layers."))

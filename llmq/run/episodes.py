@@ -20,7 +20,8 @@ from llmq.text.chat_turns import CallForm, behind_reply, call_form
 from llmq.text.tokenizer import Tokenizer
 
 Generate = Callable[[int, Sequence[list[int]]], list[Completion]]
-"""Function (turn, texts of ids) that continues each text. turn: number of the turn, from 0."""
+"""Function (turn, texts) that continues each text, given as ids. turn: number of the turn, from
+0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +108,8 @@ class Episodes:
     def _active(
         self, groups: Sequence[Sequence[Episode]], problems: dict[int, str]
     ) -> list[tuple[int, int, Episode]]:
-        """Return the unfinished episodes: number of the prompt, key of the episode, and episode."""
+        """Return (number of the prompt, key of the episode, episode) for each unfinished
+        episode."""
         return [
             (number, number * len(group) + i, episode)
             for number, group in enumerate(groups)

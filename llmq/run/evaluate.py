@@ -79,8 +79,8 @@ class Asker(NamedTuple):
     batch_tokens: int
 
     def likelihoods(self, requests: list[Request]) -> np.ndarray:
-        """Return log-likelihoods of requests, F64 in nats; for a score head with one label, its
-        scores. Raises LlmqError if a value is not finite."""
+        """Return log-likelihoods of requests, F64 in nats; for a score head with one label, scores.
+        Raises LlmqError if a value is not finite."""
         return self.scored(requests)[0]
 
     def scored(
@@ -151,7 +151,7 @@ def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any
 
 
 def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
-    """Return metrics of all tasks. likelihoods: of the requests of all tasks in order, F64 in
+    """Return metrics of all tasks. likelihoods: log-likelihoods of all requests in order, F64 in
     nats."""
     scores, first = [], 0
     for a in asked:

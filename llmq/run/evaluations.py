@@ -92,15 +92,15 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
 
 
 def _kind_of_loss(loader: DataLoader, tokens: int, config: TrainConfig) -> str:
-    """Return the kind of a validation, see Measurement. tokens: tokens that the validation
-    reads."""
+    """Return the kind of measurement that a validation makes, see Measurement. tokens: number of
+    tokens read."""
     data = loader.data
     parts = f"{data.fingerprint} {data.contents} {data.order} {loader.seed} {config.loss}"
     return f"{tokens:,} tokens in sequences of {loader.seq_len} (data {_digest(parts.encode())})"
 
 
 def _kind_of_task(asked: Asked, config: TrainConfig) -> str:
-    """Return the kind of a task's metrics, see Measurement."""
+    """Return the kind of measurement that a task makes, see Measurement."""
     digest = _digest(*(part for tokens, count in asked.requests for part in (tokens, bytes(count))))
     items, length = f"{len(asked.task.items):,} items", f"sequences of {config.seq_len}"
     return f"{items} in {length} (data {digest})"
@@ -158,7 +158,8 @@ class Evaluations:
 
     def due_at_end(self) -> list[Evaluate]:
         """Return the evaluations at the end of the run. The last validation reads all sequences. If
-        a validation at this step, as at an early stop, has read all sequences, none follows.
+        a validation at this step, as at an early stop, has read all sequences, no validation
+        follows.
 
         If --keep-best names a loss, a periodic validation comes first, so that the last model can
         become the best.
@@ -247,7 +248,7 @@ class Evaluations:
         metric, final = f"{name}/loss" if name else "loss", max_batches is None
         found = Measurement(result.loss, _kind_of_loss(loader, tokens, self.config), final)
         self._measured[metric] = found
-        if name:  # `Trainer.validate` has told callbacks of the unnamed one
+        if name:  # `Trainer.validate` has told of an unnamed set
             self.trainer.tell_evaluation({metric: result.loss})
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
@@ -265,7 +266,7 @@ class Evaluations:
     # -- tasks and samples -----------------------------------------------------------------------
 
     def _due_tasks(self, *, at_end: bool = False) -> list[Callable[[], None]]:
-        """Return the methods `tasks` and `samples` if each is due."""
+        """Return those of the methods `tasks` and `samples` that are due."""
         step, every, calls = self.trainer.steps_done, self.config.task_every, []
         is_due = at_end or (step > 0 and every > 0 and step % every == 0)
         for name, given, call in (

@@ -38,7 +38,7 @@ from llmq.text.show import run_show
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"  # suggested model if the machine has none
 METHODS = ("auto", "full", "lora", "qlora")
-FULL_BELOW = 200_000_000  # in parameters: for smaller models adapters save almost no memory
+FULL_BELOW = 200_000_000  # number of parameters below which adapters save almost no memory
 RANK = 16
 
 STEPS = 60  # wanted number of steps, enough for the learning rate to warm up and fall
@@ -139,8 +139,7 @@ def run_finetune(wish: Wish) -> None:
     print("\n".join(["Next:", *next_commands(config, base=source), again]))
 
 
-# ------------------------------------------------------------------------------------------------
-# The model
+# Choice of the model
 
 
 def _model(wish: Wish) -> str:
@@ -189,8 +188,7 @@ def cached_instruct_models() -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-# ------------------------------------------------------------------------------------------------
-# The choice
+# Choice of the options
 
 
 def sequence_length(lengths: np.ndarray, longest: int) -> int:
@@ -316,7 +314,7 @@ def _evaluated(
 
 
 def _summary(chosen: Chosen, data: FinetuneData) -> list[str]:
-    """Return the five lines before a run."""
+    """Return the five summary lines that are printed before a run."""
     config, where, need = chosen.config, chosen.where, chosen.candidate.need
     card = None if chosen.seconds is None else where.card
     return five_lines(

@@ -26,7 +26,7 @@ CHAT = tuple(form for form in REQUIRED if form not in (PAIRS, LABELS, CLASSES))
 """Formats of conversations, which `--loss ce` trains."""
 
 COUNTED = 4000  # most records of a file that are counted to choose the held-out fraction
-HELD_OUT = 0.1  # fraction of the records that is held out, within these numbers of records
+HELD_OUT = 0.1  # fraction of the records that is held out, within the limits below
 FEWEST_HELD_OUT, MOST_HELD_OUT = 4, 200
 
 # Common names of fields in other data sets, by llmq's name of the field.

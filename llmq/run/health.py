@@ -12,7 +12,7 @@ from llmq.run.lifecycle import Lifecycle
 from llmq.run.metrics import Reporter
 from llmq.run.trainer import Trainer
 
-SHOWN = 3  # bad steps at the beginning of a row that are shown; then every tenth is shown
+SHOWN = 3  # number of first bad steps in a row that are reported; later every tenth is
 
 
 class HealthMonitor(Callback):
@@ -22,7 +22,7 @@ class HealthMonitor(Callback):
     def __init__(self, trainer: Trainer, reporter: Reporter, guard: Guard, lifecycle: Lifecycle):
         self.trainer, self.reporter = trainer, reporter
         self.guard, self.lifecycle = guard, lifecycle
-        self._limits: dict[int, Limits] = {}  # by step, for steps with an unknown result
+        self._limits: dict[int, Limits] = {}  # limits by step, until the step's result is known
 
     def limits(self, step: int) -> Limits:
         """Return the limits of a step for the device; the guard judges the result by the same

@@ -182,7 +182,7 @@ class InitialWeights:
 
     @property
     def exported(self) -> SourceModel | None:
-        """Return the source model as exports of this run need it."""
+        """Return the source model with the tensors that exports of this run need."""
         if self.source is None:
             return None
         return self.source.for_model(self.model, text_only=self.config.text_only)

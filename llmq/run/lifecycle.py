@@ -1,10 +1,10 @@
 """The checkpoints of a run: saving, verdicts on checkpoints, deletion, the best checkpoint,
 rollback and export.
 
-`llmq/checkpoint/states.py` defines the states of checkpoints and the rules; this file carries the
-rules out. With --ckpt-background a thread writes and deletes (saving.py), and the loop calls `poll`
-between steps. A verdict, or the choice of a checkpoint as the best, is written once the checkpoint
-is complete.
+`llmq/checkpoint/states.py` defines the states of checkpoints and the rules for keeping checkpoints,
+which this module carries out. With --ckpt-background a thread writes and deletes (saving.py), and
+the loop calls `poll` between steps. A verdict, or the choice of a checkpoint as the best, is
+written once the checkpoint is complete.
 """
 
 import time
@@ -64,7 +64,7 @@ class Lifecycle:
         self.late = False
         self.writing: int | None = None
         self.write_seconds = 0.0
-        self._verdict: Verdict | None = None  # on the checkpoint that is being written
+        self._verdict: Verdict | None = None  # verdict on the checkpoint that is being written
         self._unclean = False  # True if old checkpoints must still be deleted
         self._missing = 0  # number of failed saves since the newest checkpoint
         self._told = False  # True once a wait for a checkpoint was reported
@@ -93,7 +93,7 @@ class Lifecycle:
         return {} if self.best.metric is None else {"best": self.best.state()}
 
     def load(self, history: Mapping[str, Any]) -> None:
-        """Restore a result of `state`; `resume` must follow."""
+        """Restore a result of `state`; the caller must then call `resume`."""
         self.best.load(history.get("best"))
 
     def resume(self) -> None:
@@ -222,8 +222,8 @@ class Lifecycle:
     # -- in the background -----------------------------------------------------------------------
 
     def poll(self, *, wait: bool = False) -> None:
-        """Take the result of the writing thread, if the thread has ended. wait: wait for the end
-        first."""
+        """Take the result of the writing thread, if the thread has ended. wait: True to wait for
+        the end first."""
         while (written := self._writer.ended(wait=wait)) is not None:
             self._take(written)
 
@@ -385,7 +385,7 @@ class Lifecycle:
     def export(self, problem: str | None) -> None:
         """Write the best or the last model (--export). Raises ModelError if this model does not
         compute finite numbers, and marks its checkpoint as spoiled. problem: why the last model
-        does not compute finite numbers; None if all are finite."""
+        does not compute finite numbers; None if it does."""
         config, best, step = self.config, self.best, self.trainer.steps_done
         exported = step if best.step is None or config.export == "last" else best.step
         source = None

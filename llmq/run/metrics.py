@@ -67,7 +67,7 @@ def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
         elif part == "forward":
             parts[-1]["fwd"] += ms
         else:
-            parts[-1]["bwd"] += ms  # includes the head
+            parts[-1]["bwd"] += ms  # the LM head is part of bwd
             parts[-1]["head"] += ms if part == "head" else 0.0
     return parts
 
@@ -117,7 +117,7 @@ class Reporter:
         self, rows: list[tuple[str, bool | int | float | str]], usual: Mapping[str, Any]
     ) -> None:
         """Log all options, and print the options that differ from `usual` in the block [Options].
-        rows: name and value."""
+        rows: (name, value) of each option."""
         width = max(len(name) for name, value in rows if usual.get(name) != value)
         lines = []
         for name, value in rows:
@@ -348,8 +348,8 @@ class Reporter:
             self.log.write("choices", step, choices=chosen)
 
     def seconds(self, what: str, parts: Mapping[str, float], step: int) -> None:
-        """Log how many seconds each part of a start took; print parts of SHOWN_SECONDS or more.
-        what: the name of the start. parts: seconds by the part's name."""
+        """Log how many seconds each part of the start took; print parts of SHOWN_SECONDS or more.
+        what: name of the timed phase. parts: seconds by the part's name."""
         if not parts:
             return
         shown = [f"{s:.1f} {name}" for name, s in parts.items() if s >= SHOWN_SECONDS]

@@ -90,7 +90,7 @@ def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | N
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
     """Return options, model and model directory for a plan. Without --from-scratch a preset's name
-    means the released model of this name. Other models are found like in model_of_run, without
+    means the released model of this name. Other models are found as by model_of_run, without
     weights."""
     unread = config.from_scratch or config.download
     unread = unread or find_directory(pinned(config.model, config.revision)) is not None
@@ -266,8 +266,8 @@ def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
 
 
 def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> None:
-    """Raise DataError if two things have different tokenizers. one, other: names of the things.
-    its, others: identities of the tokenizers of `one` and `other`."""
+    """Raise DataError if the tokenizers of two files or folders differ. one, other: names of the
+    two in messages. its, others: identities of their tokenizers."""
     if its.fingerprint != others.fingerprint:
         raise DataError(
             f"{one} is of the tokenizer {its}, but {other.split(': ')[-1]} of {others}: tokenize "

@@ -57,8 +57,8 @@ _NAMES = {"fp32": "TF32", "bf16": "BF16", "e4m3": "FP8", "int8": "INT8"}
 @dataclass(frozen=True, slots=True)
 class SpeedOfLight:
     """The most tokens per second that a card's data sheet allows. flops: FLOPs per token. peaks:
-    TFLOP/s by format. formats: of products in blocks, of the LM head, and of attention.
-    nanoseconds: least time per token of all GPUs together."""
+    TFLOP/s by format. formats: number formats of products in blocks, of the LM head, and of
+    attention. nanoseconds: least time per token of all GPUs together."""
 
     flops: FlopsPerToken
     peaks: dict[str, float]

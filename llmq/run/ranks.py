@@ -72,7 +72,7 @@ class Rank:
         with self.dev.capture_only():
             rehearse(self.step)
             self.reset()
-            rehearse_evaluation(self.step)  # as in the state before the first step
+            rehearse_evaluation(self.step)  # the first evaluation, before any step
             self.dev.synchronize()
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class Rank:
         moments."""
         histories = self.step.extra_state().items()
         self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
-        self.step.load_extra_state({})  # as from a checkpoint without histories
+        self.step.load_extra_state({})  # loads what a checkpoint without histories has
         self.step.optimizer.zero_moments()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
@@ -94,7 +94,7 @@ class Rank:
             yield batch
 
     def pieces(self, group: str) -> list[SlabPiece]:
-        """Return this rank's pieces of a tensor group. group: a key of Step.state, or
+        """Return the parts of a tensor group that lie on this rank. group: a key of Step.state, or
         "gradients"."""
         state = self.step.state()
         if group != "gradients":
@@ -149,7 +149,8 @@ class Rank:
         self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
         """Load the weights; all ranks call this method. read: returns a whole parameter, or None
-        for a parameter to initialize. stored: files of blocks that are kept as codes."""
+        for a parameter to initialize. stored: functions that read blocks in code format from
+        files."""
 
         def noted(fn: Callable[..., T]) -> Callable[..., T]:
             def call(*args: Any) -> T:
@@ -176,8 +177,8 @@ class Rank:
             self.step.optimizer.begin_average(self.step.weights, moment)
 
     def exchange_average(self, moment: OptimizerState = AVERAGE, *, back: bool) -> None:
-        """Exchange the weights with their average or with FIRST; back=True exchanges them back. All
-        ranks call this method."""
+        """Exchange the weights with their average or with FIRST; back=True reverses the exchange.
+        All ranks call this method."""
         if self.step.snapshot is not None:
             self.step.snapshot.hold()  # the snapshot's thread may still copy from the device
         self.step.optimizer.exchange_average(self.step.weights, moment, back=back)
@@ -227,7 +228,7 @@ class Rounds:
             self._count = max(self._taken.values())
 
 
-IDLE_SECONDS = 2.0  # longest wait of a closing rank for the devices of other ranks
+IDLE_SECONDS = 2.0  # longest wait in seconds of a closing rank for the devices of other ranks
 
 
 class CutShort(Exception):
@@ -348,7 +349,7 @@ class Ranks:
     ) -> int:
         """Enqueue an optimizer step on all ranks without waiting. Returns the step's ticket.
 
-        batches: the micro-batches of each rank of this process, with their numbers as in
+        batches: the micro-batches of each rank of this process, each with its number for
         `rings.scalars_of`.
         """
         calls: dict[int, Callable[[], int]] = {}
@@ -380,7 +381,8 @@ class Ranks:
         return self.run_first("waiting", lambda rank: rank.step.result(command.results[0]))
 
     def evaluate(self, batches: Sequence[Iterable[Batch]]) -> Result:
-        """Return the mean loss over the batches of all ranks. batches: by rank of this process."""
+        """Return the mean loss over the batches of all ranks. batches: an iterable for each
+        rank."""
         calls = {i: partial(rank.evaluate, batches[i]) for i, rank in enumerate(self._ranks)}
         command = self.pool.post("evaluation", operator.call, calls)
         self._ticket(command)
@@ -582,7 +584,7 @@ class Ranks:
                     idle.wait(IDLE_SECONDS)
                 if rank is not None:
                     rank.dev.close()
-                self._ranks[index] = None  # the last reference, without which CPU memory is freed
+                self._ranks[index] = None  # drops the last reference, which frees CPU memory
 
         self.pool.close(close)
         self._commands.clear()

@@ -26,7 +26,7 @@ def rehearse(step: Step) -> None:
         for kind in step.optimizer.rule.kinds:
             step.update(kind)
         rehearse_evaluation(step)
-        _rehearse_micro_step(step, 0, count)  # a first micro-step after an evaluation
+        _rehearse_micro_step(step, 0, count)  # covers a first micro-step after an evaluation
 
 
 def rehearse_evaluation(step: Step) -> None:

@@ -257,9 +257,9 @@ def changed_options(
     *,
     new_data: bool = False,
 ) -> Changes:
-    """Compare the options with the checkpoint's. Options that only change rounding share one line.
-    manifest: the checkpoint's, whose missing options are not compared. new_data: True if the data
-    start anew."""
+    """Compare the options with the checkpoint's options. Options that only change rounding share
+    one line. manifest: the checkpoint's manifest, whose missing options are not compared. new_data:
+    True if the data start anew."""
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
     saved = current_options(
         {"optimizer": "adamw"} | manifest.options | seed, "the checkpoint: ", quiet=True

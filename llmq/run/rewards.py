@@ -131,8 +131,9 @@ class _Calls:
         return _tried(begin)
 
     def step(self, said: Sequence[tuple[int, str, list[Any]]]) -> list[Turn] | str:
-        """Return the environments' answers in a prompt's episodes. said: key of the episode, text
-        of the model and its tool calls, which environments receive only if they have tools."""
+        """Return the environments' answers in a prompt's episodes. said: (key of the episode, text
+        of the model, tool calls) for each episode; only environments with tools receive tool
+        calls."""
         found = []
         for key, text, calls in said:
             if key not in self._running:

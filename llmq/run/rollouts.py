@@ -34,7 +34,7 @@ from llmq.state.rules import FIRST
 if TYPE_CHECKING:
     from llmq.run.trainer import Trainer
 
-LEAST_STD = 1e-4  # added to the standard deviation of a group's rewards
+LEAST_STD = 1e-4  # number added to the standard deviation of a group's rewards
 
 
 class Sample(NamedTuple):
@@ -177,7 +177,7 @@ class Rollouts:
         self._samples: list[Sample] = []
         self._batches: list[Batch] = []
         self.last: dict[str, float] = {}
-        self._times = {"sample_ms": 0.0, "reward_ms": 0.0}  # of the newest rollout
+        self._times = {"sample_ms": 0.0, "reward_ms": 0.0}  # durations of the newest rollout
         self.reporter: Reporter | None = None
         self._teacher = None if config.teacher is None else Teacher(trainer)
         trainer.samples, trainer.train_loaders = self, [self] * self._ranks

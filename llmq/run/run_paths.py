@@ -40,7 +40,7 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
     # The folder may be a mount point that several machines share; the lock therefore lies inside.
     locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
     for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
-        if path.is_file() or path.is_dir() or not path.exists():  # not a device like /dev/null
+        if path.is_file() or path.is_dir() or not path.exists():  # excludes devices like /dev/null
             whole = Path(os.path.realpath(path))  # unlike resolve(), no error for a link to itself
             locks.append((lock_beside(whole), flag, path))
     with ExitStack() as stack:

@@ -57,7 +57,7 @@ class BackgroundWriter:
     A thread of each process copies, hashes and writes the files of its ranks. Afterwards a thread
     of the first process commits, reads back and deletes; a run of one process uses the same thread
     for all. Threads make no MPI calls: processes exchange results in `ended`, between two steps.
-    All processes make the same calls, except of `stop`.
+    All processes make the same calls, except to `stop`.
     """
 
     def __init__(self, ranks: Ranks, directory: Path):
@@ -145,7 +145,8 @@ class BackgroundWriter:
 
     def ended(self, *, wait: bool = False) -> Written | None:
         """Return the outcome of the threads; None if a thread still works, or if there is no
-        thread. Raises a thread's error unless it is a disk error. wait: wait for the outcome."""
+        thread. Raises a thread's error unless it is a disk error. wait: True to wait for the
+        outcome."""
         while self._thread is not None and self._all_have(wait):
             self._thread, commit, self._commit = None, self._commit, None
             try:
@@ -178,8 +179,8 @@ class BackgroundWriter:
 
     def stop(self, *, give_up: bool) -> None:
         """Wait for this process's thread, before the memory that the thread reads is freed.
-        give_up: discard the checkpoint. A copy that does not end within PATIENCE discards the
-        checkpoint, too."""
+        give_up: True to discard the checkpoint. A copy that does not end within PATIENCE discards
+        the checkpoint, too."""
         if self._thread is None:
             return
         end = time.monotonic() + PATIENCE

@@ -168,7 +168,7 @@ class Sensors:
         return [sensor and sensor.take() for sensor in self.sensors]
 
     def take_news(self) -> list[str]:
-        """Return the news since the last call."""
+        """Return the lines about errors that were added since the last call."""
         lines = []
         while self.news:
             lines.append(self.news.popleft())

@@ -40,8 +40,7 @@ from llmq.text.tokenizer import Tokenizer, streamed
 MOST_WAITING = 1024  # most texts of all requests together; further requests get status 429
 
 
-# ------------------------------------------------------------------------------------------------
-# The thread of the device
+# The thread that uses the device
 
 
 class Text:

@@ -9,15 +9,15 @@ from llmq.base.errors import print_error
 
 
 class Stages:
-    """Measures the parts of a start, in order. A part ends at its mark, where the next part begins;
-    the first part begins with the process. printed: True if `first` prints the parts."""
+    """Measures the parts of a start, in order. A part ends when `mark` is called, and the next part
+    begins; the first part begins with the process. printed: True if `first` prints the parts."""
 
     def __init__(self, *, printed: bool):
         self.printed, self.seconds = printed, {}
         self._last = time.perf_counter() - (time.time() - psutil.Process().create_time())
 
     def mark(self, name: str) -> None:
-        """End the present part, under this name."""
+        """End the present part, and record its duration under this name."""
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
 

@@ -147,7 +147,7 @@ class Trainer(Closing):
         self._enqueued: dict[int, partial[StepDone]] = {}  # steps without a result, by ticket
         self._has_scores = False
         self.samples: Any = None
-        self._restored: TemporaryDirectory | None = None  # for a checkpoint's tokenizer
+        self._restored: TemporaryDirectory | None = None  # holds a checkpoint's tokenizer
         self.machine: Machine = choose_machine(config.device, config.gpus, world)
         self.world, self.world_size = self.machine.world, self.machine.world_size
         self.plan, planned, backend = self.world.each(lambda: plan_run(config, model, self.machine))
@@ -416,11 +416,11 @@ class Trainer(Closing):
 
     @cached_property
     def tokenizer(self) -> str | None:
-        """The place of this run's tokenizer: "bytes", a directory, or None if unknown."""
+        """Return the source of this run's tokenizer: "bytes", a directory, or None if unknown."""
         return tokenizer_source(self.config, self.model, self.model_dir, self.tokenizer_id)
 
     def save(self, directory: str | Path | None = None) -> Path:
-        """Return the source of this run's tokenizer: "bytes", a directory, or None if unknown."""
+        """Write a checkpoint of the whole state into directory/step_…; None: --checkpoint-dir."""
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
         manifest = self.manifest()

@@ -112,8 +112,9 @@ def check_data(trainer: Trainer) -> None:
 def announce_run(
     trainer: Trainer, reporter: Reporter, argv: list[str], checkpoint: Path | None, *, told: bool
 ) -> None:
-    """Print a run's five lines, and log the record of its command. checkpoint: the checkpoint from
-    which the run continues, or None. told: True if the lines were printed before."""
+    """Print a run's five summary lines, and log the record of its command. checkpoint: the
+    checkpoint from which the run continues, or None. told: True if the lines were printed
+    before."""
     resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
     run, world, where = trainer.run.record(), trainer.world, {}
     if world.several:
@@ -220,7 +221,7 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 
 
 def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
-    """Return the system record of every rank's GPU, of all processes."""
+    """Return the fields of the `gpu-model` log record of every rank's GPU, over all processes."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
     world = trainer.world
     machine = {"machine": world.machine} if world.several else {}
