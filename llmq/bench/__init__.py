@@ -12,10 +12,10 @@ from pathlib import Path
 class BenchOptions:
     """Options of `llmq bench` itself; the options of its runs are separate.
 
-    out: path of the report without suffix. steps: timed steps in each repeat. plan_first: leave out
-    runs that do not fit, and make the fastest runs first. resume: keep the report's runs. retry:
-    with `resume`, repeat failed runs. timeout: seconds of a run; 0: no limit; None: a limit from
-    the prediction. overwrite: replace an existing report.
+    out: path of the report without suffix. steps: timed steps in each repeat. plan_first: True to
+    leave out runs that do not fit, and make the fastest runs first. resume: True to keep the
+    report's runs. retry: True to repeat failed runs, with `resume`. timeout: seconds of a run; 0:
+    no limit; None: a limit from the prediction. overwrite: True to replace an existing report.
     """
 
     out: Path = Path("bench")

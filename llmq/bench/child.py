@@ -4,7 +4,7 @@
 options that standard input holds as JSON. Standard input also holds `seconds`, the time limit, and
 `parent`, the process whose end ends the child. The child writes JSON to the file RESULT after each
 new result: `result`, and `error` if the task failed. A working child touches the file ALIVE. At
-SIGUSR1 it prints the stacks of all threads.
+SIGUSR1 a child prints the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any
 
 @dataclass
 class Job:
-    """The job of a task in a child process. deadline: in seconds of time.monotonic(). note: stores
-    the result so far. alive: the file to touch."""
+    """The job of a task in a child process. deadline: in seconds of time.monotonic(). note:
+    function that stores the result so far. alive: the file to touch."""
 
     deadline: float = 0.0
     note: Callable[[dict[str, Any]], None] = field(default=lambda result: None)

@@ -169,12 +169,12 @@ def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, A
     }
 
 
-STEP = 2.0  # factor from a rate to the next rate
+STEP = 2.0  # ratio of neighbouring learning rates of the ladder
 MOST_FURTHER = 3  # most further rates, added while the best rate is an end of the ladder
 FEWEST = 3  # least number of rates, as a parabola needs three points
-# Defaults of options that are not given. With these options a model of four blocks trains on 16
-# million tokens, three tokens for each parameter. These are too few tokens for the lowest loss, but
-# enough to rank rates.
+# Defaults of options that are not given. By default a model of four blocks trains on 16 million
+# tokens, three tokens for each parameter. These are too few tokens for the lowest loss, but enough
+# to rank rates.
 USUAL = {"batch-size": 16, "grad-accumulation": 1, "steps": 1000, "eval-num-steps": 32}
 USUAL |= {"learning-rate": 0.002, "lr-schedule": "linear", "final-lr-fraction": 0.0}
 OF_MUON = {"learning-rate": 0.016}  # rate of the parameters that AdamW trains
@@ -221,7 +221,7 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
 
 
 def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
-    """Measure the runs at these rates, in ascending order of rates."""
+    """Measure a run at each learning rate of `ladder`, in ascending order."""
     rows = [own | {"learning-rate": round_rate(rate)} for rate in sorted(ladder)]
     if own.get("optimizer") in MUONS:
         rows = [{"muon-lr": row["learning-rate"] / TABLES} | row for row in rows]

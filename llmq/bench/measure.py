@@ -49,9 +49,11 @@ PIECE = 0.5  # seconds of steps between two synchronizations
 
 
 def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None) -> Trainer:
-    """Open a trainer and load its weights. options: by flag name. steps: length of the schedule.
+    """Open a trainer and load its weights. options: options of the run by flag name. steps: length
+    of the schedule.
 
-    alive: file that a thread touches whenever the ranks make progress; None: no such thread.
+    alive: file that a thread touches whenever the ranks make progress; None: no thread touches a
+    file.
     """
     config = make_config(options | {"steps": steps, "cooldown": 0})  # timing sets both
     model, model_dir = model_of_run(config)

@@ -145,6 +145,6 @@ def _in_order(values: Sequence[str]) -> list[str]:
 
 
 def _fastest(runs: Sequence[Run]) -> float | None:
-    """Return the highest tokens per second of these runs; None if no run was measured."""
+    """Return the highest tokens per second of `runs`; None if no run was measured."""
     speeds = [run["result"]["tokens_per_second"] for run in runs if run["status"] == "ok"]
     return max(speeds, default=None)

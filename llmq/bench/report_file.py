@@ -87,7 +87,7 @@ def read_report(path: Path, flag: str) -> Report:
         if found["running"] is not None:
             identity(found["running"])
         differences(found["machine"], found["machine"])
-        for written in (*_WRITTEN.values(), figure_of):  # rendering must not fail hours later
+        for written in (*_WRITTEN.values(), figure_of):  # fail now, not at the end of a sweep
             written(found)
         return found
     except OSError as error:

@@ -61,7 +61,8 @@ def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = Fal
 
 
 def one_run(given: Mapping[str, Any], file: Path | None) -> TrainConfig:
-    """Return the config of the only run of these options. Raises ConfigError for several runs."""
+    """Return the config of the only run that the options stand for. Raises ConfigError for several
+    runs."""
     runs = read_runs(given, file)
     if len(runs) > 1:
         raise ConfigError(f"--save-config: holds the options of one run, but these are {len(runs)}")
@@ -78,7 +79,7 @@ def identity(options: Row) -> Hashable:
 def _identity(text: str) -> Hashable:
     """Return the identity of options as JSON text. The cache helps a long sweep, which asks for
     each identity after every run."""
-    try:  # neither changes a run: a log's name has the time, a watchdog only watches
+    try:  # log_file, named by time, and watchdog change no run
         return replace(make_config(json.loads(text)), log_file=None, watchdog=0)
     except ConfigError:  # a report of another version may have other options
         return text

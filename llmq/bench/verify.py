@@ -1,7 +1,7 @@
 """`llmq verify`: checks that options which save memory change no number.
 
-Two runs make the same steps, one of the runs without these options. Losses, gradient norms and
-log-sum-exps must agree bit by bit.
+Two runs make the same steps, one run with and one run without these options. Losses, gradient norms
+and log-sum-exps must agree bit by bit.
 """
 
 import json as json_module
@@ -29,9 +29,9 @@ from llmq.runtime.machine import Machine, choose_machine
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The results of two runs. options: flags under test. without, having: the results of each step
-    without and with these options, then of an evaluation on the last step's first batches, which
-    compares the weights."""
+    """The results of two runs. options: the flags whose effect is tested. without, having: the
+    results of each step without and with these options, then of an evaluation on the last step's
+    first batches, which compares the weights."""
 
     options: tuple[str, ...]
     without: tuple[Result, ...]
@@ -91,8 +91,8 @@ def compare(
     synthetic: bool = False,
 ) -> Comparison:
     """Make the run without the options, then the run with the options. The learning rate follows
-    the schedule of a run of `steps` steps. synthetic: train on random tokens. Raises the errors of
-    training, and OutOfMemory if the run does not fit without the options."""
+    the schedule of a run of `steps` steps. synthetic: True to train on random tokens. Raises the
+    errors of training, and OutOfMemory if the run does not fit without the options."""
     RULES.check(config, verification=steps)
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)

@@ -60,7 +60,7 @@ class JsonLog:
     begins anew beside that file. listeners: callbacks that get each record."""
 
     def __init__(self, path: Path, *, append: bool = False):
-        """append: continue an existing log; if False, replace the log.
+        """append: True to continue an existing log; if False, replace the log.
 
         An incomplete record at the end, left by a machine that stopped, is cut off with a warning.
         Raises LlmqError for a path that cannot be written, or a file to continue that is no log. A

@@ -53,9 +53,9 @@ _SMOOTH = {LOSS, "gradient norm", "tokens per second"}
 class Series:
     """The points of a run in one panel.
 
-    panel: title. label: name within the run, such as "evaluation". points: True to mark each value.
-    smooth: True to draw the values faintly below their moving mean. x: F64 (N,) by axis. y: F64
-    (N,), NaN where the log has null.
+    panel: title of the panel. label: name within the run, such as "evaluation". points: True to
+    mark each value. smooth: True to draw the values faintly below their moving mean. x: positions
+    F64 (N,) by axis. y: values F64 (N,), NaN where the log has null.
     """
 
     panel: str
@@ -91,9 +91,9 @@ def smoothed(
     """Return the exponential mean as in TensorBoard, without bias at the start: the first mean is
     the first value.
 
-    values: F64 (N,). weight: weight of the previous mean, 0 to below 1. counts: number of logged
-    values for which each value stands (default 1). A value that is not finite gives NaN and does
-    not enter later means. Returns F64 (N,).
+    values: the logged values, F64 (N,). weight: weight of the previous mean, 0 to below 1. counts:
+    number of logged values for which each value stands (default 1). A value that is not finite
+    gives NaN and does not enter later means. Returns F64 (N,).
     """
     means, mean, remaining = np.full(len(values), np.nan), 0.0, 1.0
     for index, value in enumerate(values):
@@ -120,8 +120,8 @@ def loss_panel(records: list[dict[str, Any]]) -> str:
 
 
 def _clock(steps: list[dict[str, Any]]) -> Callable[[list[dict[str, Any]]], dict[str, np.ndarray]]:
-    """Return a function from records to the records' positions by axis. steps: `step` records in
-    order.
+    """Return a function from records to the records' positions by axis. steps: the log's `step`
+    records, in order.
 
     A record that a step has written lies at the step's end. Steps before the log's first step count
     as many tokens as the first step, and no time.
@@ -261,7 +261,8 @@ def _drawn(series: Series, run: str, color: str) -> dict[str, Any]:
 
 
 def page(runs: dict[str, list[Series]], panels: list[str], x: str, smoothing: float) -> str:
-    """Return the HTML page. panels: titles in order. x, smoothing: initial settings of the page."""
+    """Return the HTML page. panels: titles of the panels, in order. x, smoothing: initial settings
+    of the page."""
     colors = {run: COLORS[number % len(COLORS)] for number, run in enumerate(runs)}
     data = {
         "x": x,
@@ -332,8 +333,8 @@ def _escaped(name: str) -> str:
 
 
 def _draw(axes: Any, runs: Runs, panel: str, x: str, smoothing: float) -> None:
-    """Draw one panel. Each run has a color, each label a marker or line style; smooth series are
-    also drawn faintly without smoothing."""
+    """Draw a panel of the picture. Each run has a color, each label a marker or line style; smooth
+    series are also drawn faintly without smoothing."""
     labels = list(dict.fromkeys(s.label for of in runs.values() for s in of if s.panel == panel))
     handles = {}
     for number, all_series in enumerate(runs.values()):
@@ -424,8 +425,8 @@ def run_plot(
     """Draw the curves of logs: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
 
     out: path with a suffix of FORMATS; None: loss.png, or loss.html with `html`, with a number
-    added if the file exists. x: one of AXES. overwrite: replace an existing file. smoothing: weight
-    of `smoothed`.
+    added if the file exists. x: one of AXES. overwrite: True to replace an existing file.
+    smoothing: weight of `smoothed`.
     """
     if x not in AXES:
         raise ConfigError(f"--x: expected {' or '.join(AXES)}, got {x!r}")

@@ -1,5 +1,5 @@
-"""Copy rates between GPUs and pinned host memory, and between GPUs. Copies run alone, in both
-directions, and on all GPUs at once."""
+"""Copy rates between GPUs and pinned host memory, and between GPUs. Copies run alone, in two
+directions together, and on all GPUs together."""
 
 import contextlib
 import threading
@@ -113,9 +113,9 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
 
 
 def measure(job: Job, *, gpus: int, **_: Any) -> None:
-    """Measure copy rates, the part `bus` of `llmq rig`. Notes `alone`, the rates of each GPU;
-    `at_once`, by N, the rates of the first N GPUs that copy together; `pairs`, a record for each
-    ordered pair of GPUs."""
+    """Measure copy rates, the part `bus` of `llmq rig`. The result has `alone`, the rates of each
+    GPU; `at_once`, by N, the rates of the first N GPUs that copy together; `pairs`, a record for
+    each ordered pair of GPUs."""
     from llmq.runtime.cuda_api import load
 
     api = load().runtime

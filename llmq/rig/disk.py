@@ -34,8 +34,8 @@ def rate(move: Callable[[int, int, np.ndarray], Any], files: Files, size: int, s
 
 
 def measure(job: Job, *, folders: Sequence[str], size: int = SIZE, **_: Any) -> None:
-    """Measure disk rates, the part `disk` of `llmq rig`. Notes `read` and `write`, GB/s of all
-    directories together."""
+    """Measure disk rates, the part `disk` of `llmq rig`. The result has `read` and `write`, GB/s of
+    all directories together."""
     buffers = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8)
     files = Files([Path(folder) for folder in folders], size, buffers)
     for slot in files.slots:  # a disk may compress zeros

@@ -136,7 +136,7 @@ class Program:
         self.dev.mesh.group().all_to_all(slab, spare, self._ready)
 
     def run(self, workers: Workers, sizes: tuple[int, ...]) -> Exchanges:
-        """Measure all operations with slabs of these sizes in MiB."""
+        """Measure all operations. sizes: MiB of the slabs to exchange."""
         dev, found = self.dev, Exchanges()
         dev.zero(self.slab)  # repeated sums of zeros stay finite
         once = self._captured(("kernels",), lambda: self.kernels.run(CALLS))
@@ -212,7 +212,8 @@ class Program:
     def _with_load(self, workers: Workers) -> tuple[int, float, float]:
         """Measure Exchanges.load. The copies and the collective share a direction of the bus, and
         the collective's traffic in the other direction slows the copies down. The cost of the
-        copies is therefore the time of both together less the time of the collective alone."""
+        copies is therefore the time of copies and collective together, less the time of the
+        collective alone."""
         exchange = partial(self._all_to_all, self.slab)
 
         def load() -> None:
@@ -301,9 +302,9 @@ def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] 
 
 
 def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any) -> None:
-    """Measure collectives, the part `exchanges` of `llmq rig`. Notes for each operation a point per
-    size, [received bytes, seconds alone, seconds beside kernels]; for LOAD the three numbers of
-    Exchanges.load."""
+    """Measure collectives, the part `exchanges` of `llmq rig`. The result has, for each operation,
+    a point for each size: [received bytes, seconds alone, seconds beside kernels]; for LOAD the
+    three numbers of Exchanges.load."""
     found = measured(device, gpus, BACKENDS[backend], SIZES)
     points: dict[str, list[list[float]]] = {}
     for name, mib in found.alone:

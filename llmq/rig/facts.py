@@ -36,8 +36,8 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def measure(job: Job, **_: Any) -> None:
-    """Collect facts, the part `facts` of `llmq rig`. Notes `host`, `gpus` (a record for each GPU),
-    and `problem`, the reason why no GPU can be used."""
+    """Collect facts, the part `facts` of `llmq rig`. The result has `host`, `gpus` (a record for
+    each GPU), and `problem`, the reason why no GPU can be used."""
     facts: dict[str, Any] = {"host": host_facts(), "gpus": [], "problem": None}
     try:
         machine = choose_machine("cuda", 0)

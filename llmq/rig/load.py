@@ -123,9 +123,10 @@ def _loaded(
 
 
 def measure(job: Job, *, gpus: int, device: str = "cuda", every: float = EVERY, **_: Any) -> None:
-    """Measure GPUs under load, the part `load` of `llmq rig`. Notes for each GPU a `series` with a
-    reading every second, and the values at which the series settle; `alone`, TFLOP/s of GPU 0 while
-    the other GPUs are idle; `slowest`, the slowest GPU's share of `alone`."""
+    """Measure GPUs under load, the part `load` of `llmq rig`. The result has for each GPU a
+    `series` with a reading every second, and the values at which the series settle; `alone`,
+    TFLOP/s of GPU 0 while the other GPUs are idle; `slowest`, the slowest GPU's share of
+    `alone`."""
     machine = choose_machine(device, gpus)
     budget = machine.spec.memory // 4
     rows = next((n for n in ROWS if (6 + 2 * COPY) * n * n < budget), ROWS[-1])

@@ -63,7 +63,7 @@ def in_time(idle: float) -> bool:
     """Return True if the times of a step's launches are usable one by one. idle: share of the step
     in which no launch ran; negative if the launches took longer than the step. A changed clock
     explains at most BEHIND. A larger difference means that the GPU waited for the host between a
-    launch and its marks. Such a wait differs between launches, and no common factor corrects it."""
+    launch and its marks. The wait differs between launches, and no common factor corrects it."""
     return idle > -BEHIND
 
 
@@ -108,7 +108,7 @@ MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 INT8 = {"matmul-dtype": "int8"}
-# Attention takes half or two thirds of these steps, at clocks that products do not have.
+# Attention takes half or two thirds of a step of such length, at other clocks than products.
 LONG = {"seq-len": 16384, "recompute-swiglu": True, "batch-size": 2}
 LONGEST = {"seq-len": 32768, "recompute-swiglu": True, "batch-size": 1}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
@@ -126,8 +126,8 @@ def quarter(model: str, **options: Any) -> dict[str, Any]:
 def runs(fp8: bool, gpus: int = 1) -> list[dict[str, Any]]:
     """Return the options of every run, the most informative run first: sizes, formats, small
     micro-batches. batch-size is an upper limit. gpus: number of the machine's GPUs. Several GPUs
-    use other kernels for products than a single GPU. The first runs are therefore measured with
-    both kinds."""
+    use other kernels for products than a single GPU. The first runs are therefore measured with the
+    kernels of one GPU and of several GPUs."""
     alone = _runs(fp8)
     beside = [options | {BESIDE: True} for options in alone[:FIRST]] if gpus > 1 else []
     return beside + alone
@@ -185,10 +185,10 @@ def title_of(options: dict[str, Any]) -> str:
 
 
 def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_: Any) -> None:
-    """Measure launches of steps, the part `steps` of `llmq rig`. Notes `steps`, a record for each
-    run that time allowed, and `refused`, by index, why a run does not fit. A record has `launches`,
-    `seconds` of the measurement, and `tokens_per_second`, `idle`, `options` and BESIDE of the
-    run."""
+    """Measure launches of steps, the part `steps` of `llmq rig`. The result has `steps`, a record
+    for each run that time allowed, and `refused`, which says by index why a run does not fit. A
+    record has `launches`, `seconds` of the measurement, and `tokens_per_second`, `idle`, `options`
+    and BESIDE of the run."""
     found: dict[str, Any] = {"steps": [], "refused": {}}
     took: list[float] = []
     for index, options in enumerate(runs):

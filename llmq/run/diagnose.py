@@ -175,7 +175,7 @@ class AbsMaxes(Probe):
 
 def abs_maxes(ranks: Ranks) -> dict[str, float]:
     """Return largest absolute values of the tensors that the last step has quantized, by llm.q's
-    names. Returns {} without fp8.
+    names. Returns {} in runs without fp8.
 
     The values are of the last micro-step, or with delayed scales of all micro-steps.
     """

@@ -197,9 +197,9 @@ class Fleet(Closing):
         base_dtype: str | None = None,
         greedy: bool = False,
     ):
-        """read: returns a whole parameter; all threads call this function. base_dtype: see
-        scoring_options. greedy: True to fill the dict `greedy`. Raises LlmqError if memory is too
-        small."""
+        """read: function that returns a whole parameter; all threads call this function.
+        base_dtype: see scoring_options. greedy: True to fill the dict `greedy`. Raises LlmqError if
+        memory is too small."""
         self.batches, self._greedy = batches, greedy
         shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
         largest = scoring_options(config, dtype, *shapes[0], base_dtype)
@@ -269,8 +269,8 @@ def run_rewards(
 ) -> None:
     """Write records with a score head's results to `out`, as lines of JSON. New fields are `score`;
     for classes `scores`, which are probabilities; for pairs `score_chosen` and `score_rejected`.
-    best: keep only the record with the highest score of each prompt. how: arguments of `asking`.
-    Raises LlmqError for records that cannot be scored, and for an existing `out` without
+    best: True to keep only the record with the highest score of each prompt. how: arguments of
+    `asking`. Raises LlmqError for records that cannot be scored, and for an existing `out` without
     `overwrite`."""
     check_writable("--out", out.absolute().parent)
     if out.exists() and not overwrite:

@@ -317,7 +317,7 @@ class Evaluations:
         """Return log-likelihoods of a task's requests, in nats; None after a signal."""
         shape = self.config.batch_size, self.config.seq_len
         packs = self.config.document_mask
-        if packs:  # attention then separates documents of a sequence
+        if packs:  # attention separates documents of a sequence
             batches = pack_batches(asked.requests, shape)
         else:
             batches = make_batches(asked.requests, lambda longest, left: shape)

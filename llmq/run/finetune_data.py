@@ -202,8 +202,8 @@ def prepare(
 ) -> FinetuneData:
     """Tokenize files into subfolders of `folder`, one for each format; a second call with the same
     arguments does nothing. mapping: result of parse_map; if empty, ask at a terminal about unclear
-    fields. overwrite: replace token files of other inputs. Raises ConfigError or DataError for bad
-    input."""
+    fields. overwrite: True to replace token files of other inputs. Raises ConfigError or DataError
+    for bad input."""
     sources, mapping = find_files(inputs, exclude=folder), {**mapping}
     by_form: dict[str, list[InputSource]] = {}
     for source in sources:

@@ -285,8 +285,8 @@ class InitialWeights:
         made: TokenizerId | None,
         run: RunId,
     ) -> None:
-        """Export the model, or the adapters. read: returns a parameter of the run. tokenizer: the
-        tokenizer to write with the model. made: identity of the data's tokenizer."""
+        """Export the model, or the adapters. read: function that returns a parameter of the run.
+        tokenizer: the tokenizer to write with the model. made: identity of the data's tokenizer."""
         config = self.config
         origin = {"made": made, "run": run, "hub": HubModel.of(config)}
         if self.adapters is None:

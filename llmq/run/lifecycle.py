@@ -148,9 +148,9 @@ class Lifecycle:
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
         """Save a checkpoint, unless this step has one, and delete old checkpoints. After a bad step
-        the weights may be spoiled, and only `required` or `asked` saves. required: wait until the
-        checkpoint is complete, and raise DiskError if saving fails; if False, a failure is only
-        reported. asked: True if the user asks for this checkpoint."""
+        the weights may be spoiled, and a save needs `required` or `asked`. required: True to wait
+        until the checkpoint is complete, and raise DiskError if saving fails; if False, a failure
+        is only reported. asked: True if the user asks for this checkpoint."""
         if required:
             self.finish()
         if self.trainer.steps_done not in (self.saved_at, self.writing):
@@ -267,8 +267,8 @@ class Lifecycle:
         self._settle_best(step)
 
     def close(self, *, give_up: bool) -> None:
-        """Stop the writing thread, before the memory that the thread reads is freed. give_up:
-        discard the unfinished checkpoint; if False, a run of a single process completes the
+        """Stop the writing thread, before the memory that the thread reads is freed. give_up: True
+        to discard the unfinished checkpoint; if False, a run of a single process completes the
         checkpoint."""
         self._writer.stop(give_up=give_up)
         if not (self.world.several or give_up):
@@ -385,7 +385,7 @@ class Lifecycle:
     def export(self, problem: str | None) -> None:
         """Write the best or the last model (--export). Raises ModelError if this model does not
         compute finite numbers, and marks its checkpoint as spoiled. problem: why the last model
-        does not compute finite numbers; None if it does."""
+        does not compute finite numbers, or None."""
         config, best, step = self.config, self.best, self.trainer.steps_done
         exported = step if best.step is None or config.export == "last" else best.step
         source = None
@@ -436,8 +436,8 @@ def tidy(
     read_back: bool,
 ) -> Tidied:
     """Delete old checkpoints. saved_at: step of the newest checkpoint. spared: further steps whose
-    checkpoints stay. read_back: first read the newest checkpoint from the disk, and delete nothing
-    if it is damaged. All processes of the world call this function."""
+    checkpoints stay. read_back: True to first read the newest checkpoint from the disk, and delete
+    nothing if it is damaged. All processes of the world call this function."""
     if read_back and keep.newest > 0:
         path = checkpoint_path(directory, saved_at)
         forget_pages(path)

@@ -170,7 +170,7 @@ class Reporter:
 
     @property
     def _percent(self) -> float:
-        """Return the percentage of the epoch that is done, for llm.q's lines."""
+        """Return the percentage of the epoch that is done, for console lines."""
         return 100.0 * self.epoch[1]
 
     def _of_run(self, steps_done: int) -> str:

@@ -177,8 +177,8 @@ def _known_sizes(config: TrainConfig) -> set[int]:
 
 def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) -> str | None:
     """Return a line about a new model whose vocabulary is too small or much too large for the data;
-    None if sizes agree or no file exists yet. trains: True if these data train the model, which
-    makes a too small vocabulary a ConfigError."""
+    None if sizes agree or no file exists yet. trains: True if the data train the model; too small a
+    vocabulary then raises ConfigError."""
     if not config.from_scratch or config.vocab_size == AUTO:
         return None
     try:
@@ -266,8 +266,9 @@ def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
 
 
 def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> None:
-    """Raise DataError if the tokenizers of two files or folders differ. one, other: names of the
-    two in messages. its, others: identities of their tokenizers."""
+    """Raise DataError if the tokenizers of two files or folders differ. one: name of the first file
+    in messages. its: identity of its tokenizer. other, others: name and identity for the second
+    file."""
     if its.fingerprint != others.fingerprint:
         raise DataError(
             f"{one} is of the tokenizer {its}, but {other.split(': ')[-1]} of {others}: tokenize "

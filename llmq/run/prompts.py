@@ -99,8 +99,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the prompts of a file of records. A text `prompt` is continued, or with `chat`
     answered as a user's message; a list of messages (`messages` or `prompt`) is a conversation to
-    answer. begin: makes a new chat. Raises ConfigError for a file without prompts, and LlmqError,
-    which names the record, for a malformed or too long prompt."""
+    answer. begin: function that makes a new chat. Raises ConfigError for a file without prompts,
+    and LlmqError, which names the record, for a malformed or too long prompt."""
     try:
         check_readable(path)
         layout = json_layout(str(path))

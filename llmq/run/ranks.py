@@ -121,9 +121,9 @@ class Rank:
             return list(pool.map(write, groups))
 
     def read(self, reader: CheckpointReader) -> None:
-        """Read this rank's part of a checkpoint, which any number of ranks may have written. The
-        caller has checked its formats. All ranks call this method. Moments of another update rule
-        start at 0."""
+        """Read this rank's part of a checkpoint, which any number of ranks may have written and
+        whose formats the caller has checked. All ranks call this method. Moments of another update
+        rule start at 0."""
         self.step.turn(max(reader.step - 1, 0))  # the checkpoint has the moments of this step
         optimizer = self.step.optimizer
         goes_on = reader.rule is type(optimizer.rule)
@@ -148,9 +148,9 @@ class Rank:
     def load(
         self, read: Callable[[Param], np.ndarray | None], stored: Stored | None = None
     ) -> None:
-        """Load the weights; all ranks call this method. read: returns a whole parameter, or None
-        for a parameter to initialize. stored: functions that read blocks in code format from
-        files."""
+        """Load the weights; all ranks call this method. read: function that returns a whole
+        parameter, or None for a parameter to initialize. stored: functions that read blocks in code
+        format from files."""
 
         def noted(fn: Callable[..., T]) -> Callable[..., T]:
             def call(*args: Any) -> T:
@@ -203,7 +203,7 @@ class Rounds:
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> Iterator[None]:
-        """Yield once for every batch that this rank takes."""
+        """Yield None once for every batch that this rank takes."""
         while self._another(rank):
             yield
 
@@ -241,8 +241,8 @@ class Ranks:
 
     All processes of a run make the same calls, each for its own ranks. An error in one rank stops
     all ranks, and every later call raises the error. world: all processes. world_size: number of
-    their ranks. backend: name of the attention backend. pool: threads that run the commands. links:
-    measured links between GPUs, or None.
+    ranks of all processes. backend: name of the attention backend. pool: threads that run the
+    commands. links: measured links between GPUs, or None.
     """
 
     def __init__(
@@ -547,7 +547,7 @@ class Ranks:
 
     def first_reads(self, fn: Callable[[Callable[[Param], np.ndarray]], T]) -> T:
         """Call fn(read) on the first process; read(param) returns a whole parameter. The other
-        processes send their shards."""
+        processes send the shards of the parameter."""
 
         def read(param: Param) -> np.ndarray:
             self.world.share(param)

@@ -41,7 +41,7 @@ def held_out_prompts(patterns: Sequence[str], count: int, seq_len: int) -> list[
         begin = int(np.argmax(mask)) if mask.any() else 0
         if 0 < begin < seq_len - 1:
             added, question = list(decoder.added[0]), ids[:begin].tolist()
-            if question[: len(added)] == added:  # encoding a prompt adds these tokens again
+            if question[: len(added)] == added:  # encoding a prompt adds the tokens again
                 question = question[len(added) :]
             text = decoder.decode(question)
             if text.strip() and text not in found:

@@ -117,8 +117,8 @@ class Requests(Callback):
 
     def agree(self, *, asks: bool = False) -> str | None:
         """Exchange requests and warnings between processes, because a request may reach only one
-        process. asks: also look for a request for a checkpoint, and return its reason. The first
-        process prints the warnings of all processes."""
+        process. asks: True to also look for a request for a checkpoint, and return its reason. The
+        first process prints the warnings of all processes."""
         world = self._world
         asked = self.for_checkpoint() if asks else None
         if not world.several:

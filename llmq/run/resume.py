@@ -146,7 +146,7 @@ def inherited_options(given: Mapping[str, Any], world: World = World()) -> dict[
     # All processes make this collective call before checks that may differ between processes.
     last = saved.get("log_file") if is_home else None
     log = last and world.on_first(lambda: log_of_run(owner, Path(last)))
-    saved.pop("adapter", None)  # the checkpoint has trained these adapters further
+    saved.pop("adapter", None)  # the checkpoint holds the adapters, trained further
     for name in _FIXED:
         if name in given and given[name] != saved.get(name, given[name]):
             raise ConfigError(
@@ -173,8 +173,8 @@ _COURSE = ("final_lr_fraction", "cooldown")
 
 def _same_course(given: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the checkpoint's schedule options if the user gives the same --lr-schedule again; else
-    {}. With these options a run of an older version, with another default of --final-lr-fraction,
-    keeps its learning rates."""
+    {}. A run of an older version, with another default of --final-lr-fraction, thereby keeps its
+    learning rates."""
     if given.get("lr_schedule") is None or given["lr_schedule"] != saved.get("lr_schedule"):
         return {}
     course = {name: saved[name] for name in _COURSE if name in saved}

@@ -109,7 +109,7 @@ def packed(
 
 
 def _batch(rows: Sequence[Sequence[tuple[Sample, list[int]]]], T: int) -> Batch:
-    """Return the micro-batch of these rows. A row has samples, each with the ids of its prompt."""
+    """Return the micro-batch of `rows`. A row has samples, each with the ids of its prompt."""
     shape, at = (len(rows), T), np.arange(T, dtype=np.int32)
     inputs, targets = np.zeros(shape, np.int32), np.full(shape, MASKED_TARGET, np.int32)
     starts, lengths = np.tile(at, (shape[0], 1)), np.zeros(shape[0], np.int32)
@@ -362,8 +362,8 @@ class Rollouts:
         return self._config.skip_cut and made.finish == "length"
 
     def _failed(self, group: Group, problem: str) -> list[dict[str, Any]]:
-        """Return the rows of the sample file for a group without rewards. Raises RewardError if
-        such a group stops the run."""
+        """Return the rows of the sample file for a group without rewards. Raises RewardError if a
+        group without rewards stops the run."""
         line = f"{group.where}: the reward function {problem}"
         if self._config.on_reward_error == "stop":
             raise RewardError(f"{line}: mend it, or give --on-reward-error skip")
@@ -431,7 +431,7 @@ class Rollouts:
 
     def step_batches(self, most: int) -> int:
         """Return the number of micro-batches of each rank in the next update. Makes the rollout
-        first if the update has no samples yet. most: ignored."""
+        first if the update has no samples yet. most: ignored, but DataLoader has this argument."""
         if self._sampled != self._rollout:
             self._samples, self._batches = self._roll_out(self._rollout), []
             self._sampled = self._rollout
@@ -500,7 +500,7 @@ class Rollouts:
             self._sampled = self._rollout
 
     def reset(self) -> None:
-        """Go to the first rollout."""
+        """Return to the position before the first rollout."""
         self._update, self._taken, self._sampled = 0, 0, None
 
     def close(self) -> None:

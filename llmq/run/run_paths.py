@@ -50,7 +50,7 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """Return the id of the run that these options begin or continue. A continued run under another
+    """Return the id of the run that `config` begins or continues. A continued run under another
     name is a fork, with a new id. A run without a checkpoint is found by its log. Raises LlmqError
     for a checkpoint of another version."""
     new = RunId.new(config.name)
@@ -97,8 +97,8 @@ def outputs_of_others(
     config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
 ) -> list[ExistingOutput]:
     """Return the files of other runs at this run's paths, which will be moved aside. Raises
-    ConfigError for such files without --overwrite, and if this run begins from such a file. Raises
-    LlmqError if this run's checkpoint is damaged."""
+    ConfigError for files of other runs without --overwrite, and if this run begins from a file of
+    another run. Raises LlmqError if this run's checkpoint is damaged."""
     if checkpoint is not None and (damage := manifest_damage(checkpoint / MANIFEST)) is not None:
         raise LlmqError(damage)
     there = existing_outputs(config)
@@ -166,8 +166,8 @@ def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
 
 
 def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[ExistingOutput]:
-    """Return the run's own checkpoints after `step`, for move_aside. The run will repeat these
-    steps, and until then --continue would take the newest of these checkpoints."""
+    """Return the run's own checkpoints after `step`, for move_aside. The run will repeat the steps
+    after `step`; --continue must not take a checkpoint of the old steps."""
     later = {s: p for s, p in checkpoints_by_name(config.checkpoint_dir).items() if s > step}
     paths = [path for path in later.values() if run.owns(checkpoint_owner(path))]
     what = f"the checkpoints after step {step}, which the run makes again"
@@ -225,7 +225,7 @@ def find_model(text: str) -> str:
 
 
 def model_places(name: str) -> list[Path]:
-    """Return the folders in which runs of this name leave their models and checkpoints."""
+    """Return the folders in which runs named `name` leave models and checkpoints."""
     run = Path("finetune", name)
     return [Path("output", name), run / "model", Path("ckpt", name), run / "ckpt"]
 

@@ -55,11 +55,11 @@ class Sampler(Closing):
         kv_dtype: str | None = None,
         mark: Callable[[str], None] = lambda part: None,
     ):
-        """fill: loads or initializes the weights. positions: tokens of the longest text. dtype:
-        format of weights and activations. slots: most texts at a time; the number is halved while
-        memory is too small. base_dtype: format of the blocks' matrices, as in --base-dtype; None:
-        dtype. kv_dtype: format of keys and values, "e4m3"; None: dtype. mark: called with the name
-        of each part of the start when the part ends.
+        """fill: function that loads or initializes the weights. positions: tokens of the longest
+        text. dtype: format of weights and activations. slots: most texts at a time; the number is
+        halved while memory is too small. base_dtype: format of the blocks' matrices, as in
+        --base-dtype; None: dtype. kv_dtype: format of keys and values, "e4m3"; None: dtype. mark:
+        called with the name of each part of the start when the part ends.
 
         Raises ConfigError for a model that predicts no tokens, and LlmqError if memory is too
         small.
@@ -225,7 +225,7 @@ class Sampling:
         samples: int,
         stop: Collection[int | None],
     ) -> list[Request]:
-        """Call requests_of() with these options."""
+        """Call requests_of() with the options of this object."""
         return requests_of(config, prompts, samples, stop=stop, **asdict(self))
 
     def idle(self, num_samples: int) -> list[str]:
@@ -284,9 +284,9 @@ def run_sample(
     **how: Any,
 ) -> None:
     """Print continuations of the prompt as they are generated, separated by lines of three dashes.
-    chat: print replies to the prompt, or to each line of standard input. adapter: see open_model.
-    system: system message of the chat. chat_template: file of the chat's template. verbose: print
-    the duration of each part of the start. how: fields of `Sampling`."""
+    chat: True to print replies to the prompt, or to each line of standard input. adapter: see
+    open_model. system: system message of the chat. chat_template: file of the chat's template.
+    verbose: True to print the duration of each part of the start. how: fields of `Sampling`."""
     stages = Stages(printed=verbose)
     stages.mark("imports")
     for flag, value in (("--system", system), ("--chat-template", chat_template)):

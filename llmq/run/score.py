@@ -50,9 +50,10 @@ def score_files(
     processes call this function. Documents longer than a sequence are cut; longer pairs are left
     out. model: identity of the weights. top_k: number of likeliest tokens to write at each
     position, for distillation; 0: log-probabilities of the tokens. separator: see
-    DocumentIndex.read. overwrite: replace existing files. replace_others: replace files of another
-    model or other data. Unfinished files are continued. Raises DataError for other existing scores,
-    and for two token files with one name. Raises LlmqError for predictions that are not finite."""
+    DocumentIndex.read. overwrite: True to replace existing files. replace_others: True to replace
+    files of another model or other data. Unfinished files are continued. Raises DataError for other
+    existing scores, and for two token files with one name. Raises LlmqError for predictions that
+    are not finite."""
     paths = [scores_path(folder, file.path) for file in files]
     if len({*paths}) < len(paths):
         raise DataError(f"two of the token files have one name, which '{folder}' cannot hold")
@@ -82,8 +83,8 @@ def score_files(
 
 
 class _Scoring:
-    """Scores one file. Rows are sequences of the file's units (pieces of documents, or pairs), in
-    the order of the file."""
+    """Scores a token file. Rows are sequences of the file's units (pieces of documents, or pairs),
+    in the order of the file."""
 
     def __init__(
         self, ranks: Ranks, file: TokenFile, separator: int | None, top_k: int, report: Report

@@ -63,8 +63,8 @@ class Trainer(trainer.Trainer):
 
     def sample(self, prompt: str = "", **how: Any) -> str:
         """Return the prompt and its continuation by the current weights, together at most --seq-len
-        tokens. In fp32 the text equals the text of `llmq sample` with an export. how: fields of
-        `sampling.Sampling`. Raises LlmqError for too long a prompt, or an unknown tokenizer."""
+        tokens. In fp32 `llmq sample` makes the same text from an export of the model. how: fields
+        of `sampling.Sampling`. Raises LlmqError for too long a prompt, or an unknown tokenizer."""
         ((made,),) = self.generate([prompt], **asdict(Sampling(**how)))
         tokenizer, model = known_tokenizer(self.tokenizer), self._generating_model
         return prompt + continuation(

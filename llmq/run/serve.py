@@ -100,7 +100,7 @@ class Engine:
         return texts
 
     def drop(self, text: Text) -> None:
-        """Stop continuing a text."""
+        """Stop generating tokens of a text."""
         with self._changed:
             self._dropped.append(text)
             self._changed.notify()

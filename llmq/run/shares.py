@@ -25,8 +25,8 @@ class Shares(Callback):
 
     def __init__(self, config: TrainConfig, machine: Machine, plan: Plan):
         """plan: the plan of `config`. With --share auto, shares follow the plan's times of a
-        micro-step if `llmq rig` has measured each kind of GPU here. Without such a measurement,
-        shares follow the times of the first steps."""
+        micro-step if `llmq rig` has measured each kind of GPU here. Without measurements by `llmq
+        rig`, shares follow the times of the first steps."""
         self._accumulation = config.grad_accumulation
         self._devices = [spec.name for spec in machine.specs]
         several = len(self._devices) > 1 and self._accumulation > 1
@@ -45,8 +45,8 @@ class Shares(Callback):
 
     def deal(self, of_ranks: Sequence[Sequence[Batch]]) -> list[list[tuple[int, Batch]]]:
         """Deal micro-batches by shares. of_ranks: equally many micro-batches by rank. Each rank
-        gets a consecutive part of their concatenation. Returns (number, batch) by rank, with
-        numbers as in `rings.scalars_of`."""
+        gets a consecutive part of all micro-batches. Returns (number, batch) by rank, with numbers
+        as in `rings.scalars_of`."""
         count = self._accumulation
         edges = [0, *accumulate(self.of(len(of_ranks[0])))]
         placed = [(r * count + i, b) for r, own in enumerate(of_ranks) for i, b in enumerate(own)]

@@ -17,7 +17,7 @@ class Stages:
         self._last = time.perf_counter() - (time.time() - psutil.Process().create_time())
 
     def mark(self, name: str) -> None:
-        """End the present part, and record its duration under this name."""
+        """End the present part, and record the part's duration as `name`."""
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
 

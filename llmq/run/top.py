@@ -224,8 +224,8 @@ class Top:
 
 def run_top(log: Path | None, *, once: bool = False, every: float = LOOKS) -> None:
     """Show a log's run and its GPUs, or this machine's GPUs (log: None), until the run's end or
-    Ctrl-C. once: print a single view, as without a terminal. every: seconds between reads of the
-    log. Raises DataError if the log cannot be read."""
+    Ctrl-C. once: True to print a single view, as without a terminal. every: seconds between reads
+    of the log. Raises DataError if the log cannot be read."""
     console = printable_console()
     top = Top(log)
     try:

@@ -130,8 +130,8 @@ class Trainer(Closing):
         world: World = World(),
         named: Collection[str] = (),
     ) -> None:
-        """named: options that the caller gave. Files among these options are checked here; the
-        first step that reads token files opens documents, scores and default files."""
+        """named: options that the caller gave. Files among `named` are checked here; the first step
+        that reads token files opens documents, scores and default files."""
         model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
@@ -249,8 +249,8 @@ class Trainer(Closing):
         batches: micro-batches with int32 inputs and targets (B sequences, T tokens), where -100
         masks a target, with starts for --document-mask (see Batch), and with `named` arrays that
         the loss or the model reads. W ranks and A = --grad-accumulation take W * A batches; rank r
-        gets batches[i * W + r] as its i-th. One rank with W * A micro-steps computes the same.
-        None: batches of the training files.
+        gets batches[i * W + r] as its i-th batch. One rank with W * A micro-steps computes the same
+        update. None: batches of the training files.
         """
         done, arguments = self._next_step(batches)
         return self.result(self._noted(self.ranks.train(*arguments), done))
@@ -445,9 +445,9 @@ class Trainer(Closing):
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
         """Go on from a checkpoint, or from a directory's newest one, written on any number of GPUs.
-        new_data: keep the position in the training data. Warns of changed options that change
-        results, and returns lines about other changed options. Raises LlmqError, with the trainer
-        unchanged, for a damaged checkpoint, another model or other data."""
+        new_data: True to keep the position in the training data. Warns of changed options that
+        change results, and returns lines about other changed options. Raises LlmqError, with the
+        trainer unchanged, for a damaged checkpoint, another model or other data."""
         self.ranks.pool.check_open("load")
         with self._opened(path) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
@@ -506,9 +506,10 @@ class Trainer(Closing):
     ) -> None:
         """Write the model for transformers, or adapters for peft, with the tokenizer.
 
-        directory: None: --out-dir. checkpoint: a checkpoint of this run's model, or a directory of
-        checkpoints; None: the present weights. Raises LlmqError, and keeps an older export, for
-        infinite weights or NaN (without --force), a damaged checkpoint or another model.
+        directory: None means --out-dir. checkpoint: a checkpoint of this run's model, or a
+        directory of checkpoints; None: the present weights. Raises LlmqError, and keeps an older
+        export, for infinite weights or NaN (without --force), a damaged checkpoint or another
+        model.
         """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
@@ -559,7 +560,7 @@ class Trainer(Closing):
 
     @property
     def _generating_model(self) -> ModelConfig:
-        """Return the model with the ids by which the source model ends texts."""
+        """Return the model's configuration with the source model's end-of-text ids."""
         source = self._origin.source
         return self.model if source is None else self.model.ending_at(source.ends)
 

@@ -151,7 +151,7 @@ def announce_run(
 
 def _prediction(trainer: Trainer) -> tuple[Card | None, float | None]:
     """Return the performance card of this run's GPUs and the predicted seconds of a step. Returns
-    None for both on the CPU and in `llmq rl`."""
+    (None, None) on the CPU and in `llmq rl`."""
     if trainer.dev.kind != "cuda" or trainer.samples is not None:
         return None, None
     planner = planner_of(trainer.model, trainer.machine, trainer.ranks.backend)
@@ -209,7 +209,7 @@ def announce_machine(
 
 
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
-    """Return advice for or against --mirror-weights on these links; None if the option fits."""
+    """Return advice for or against --mirror-weights on `links`; None if the option fits."""
     if (
         config.weight_storage.why_no_mirrors() is not None
         or config.mirror_weights == links.has_staged
@@ -274,8 +274,9 @@ def _not_validated_on(train: DataLoader) -> list[str]:
 
 
 def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
-    """Return lines about validation files that are also training files. If no file is both, return
-    lines about documents that training and validation files of a folder share."""
+    """Return lines about validation files that are also training files. If no validation file is a
+    training file, return lines about documents that training and validation files of a folder
+    share."""
     trained = [file.path.resolve() for file in train.files]
     paths = [file.path.resolve() for file in held_out.files]
     lines = [f"'{path}' is trained on, too" for path in paths if path in trained]
@@ -411,10 +412,10 @@ def run_training(
 ) -> None:
     """Train; raise Interrupted, after saving a checkpoint, if a signal ended the run. world: the
     run's processes, which all call this function. callbacks: the user's, called after the run's
-    own; `on_end` is called only if the run has begun. samples: makes the source of training data
-    that replaces token files. told: see begun. Raises LlmqError before the first step for paths
-    that cannot be written or belong to another run, a missing checkpoint, unsuitable data or too
-    little memory."""
+    own; `on_end` is called only if the run has begun. samples: function that makes the source of
+    training data that replaces token files. told: see begun. Raises LlmqError before the first step
+    for paths that cannot be written or belong to another run, a missing checkpoint, unsuitable data
+    or too little memory."""
     world.on_first(lambda: check_libraries(config))
     world.on_first(lambda: check_writable("--out-dir", config.out_dir))
     world.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
