@@ -256,8 +256,8 @@ class Sweep:
         return PATIENCE + SLOWER * steps * predicted["step_seconds"]
 
     def _compare_machines(self, machine: dict[str, Any] | None) -> None:
-        """Note the machine. Raises ConfigError if the earlier runs used another device; warns of
-        other versions."""
+        """Note the machine of the runs. Raises ConfigError if the earlier runs used another device;
+        warns of other versions."""
         if machine is None:
             return
         self.machine = machine

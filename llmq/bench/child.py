@@ -43,9 +43,9 @@ START_SECONDS = 60  # seconds added to --watchdog for the start, when only this 
 
 
 class Ended(NamedTuple):
-    """The end of a child process. status: exit status; None: the parent ended the child. late: True
-    if the parent ended the child at the timeout, not for lack of progress. words: the last lines of
-    the child's output."""
+    """How a child process has ended. status: exit status; None: the parent ended the child. late:
+    True if the parent ended the child at the timeout, not for lack of progress. words: the last
+    lines of the child's output."""
 
     status: int | None
     late: bool

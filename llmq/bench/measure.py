@@ -246,7 +246,8 @@ _machine_here = cache(choose_machine)  # free memory is read once for all runs
 
 
 def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
-    """Return the record of a run's plan, and the run's machine. Raises LlmqError."""
+    """Return the record of a run's plan, and the run's machine. Raises LlmqError for a run that
+    cannot be planned."""
     config = make_config(options | {"steps": 1, "cooldown": 0})
     model, _ = model_of_run(config, weights=False)
     machine = _machine_here(config.device, config.gpus)

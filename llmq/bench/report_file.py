@@ -2,7 +2,7 @@
 reports.
 
 `llmq bench --compare A B` compares the medians of the repeats of equal runs. Repeats whose ranges
-overlap show no difference. The ranges say nothing about other processes, days or cards.
+overlap show no difference. The ranges of repeats say nothing about other processes, days or cards.
 """
 
 import json

@@ -41,7 +41,7 @@ def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = Fal
     given: options of the command line, which override the file. file: YAML, TOML or JSON with
     options of all runs, and under `runs` a list of mappings, each with options of its own runs.
     Every combination of listed values is a run. trains: True if runs train on data; False if tokens
-    are random and options of data are refused. Raises ConfigError.
+    are random and options of data are refused. Raises ConfigError for malformed or refused options.
     """
     shared = {} if file is None else read_option_file(file)
     runs = shared.pop("runs", [{}])

@@ -166,8 +166,8 @@ class JsonLog:
         return None
 
     def _check_place(self) -> None:
-        """Begin the log anew if another file has the log's path or the log was cut. Raises
-        OSError."""
+        """Begin the log anew if another file has the log's path or the log was cut. Raises OSError
+        for disk errors."""
         mine = os.fstat(self._file.fileno())
         if not stat.S_ISREG(mine.st_mode):
             return

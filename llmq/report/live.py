@@ -247,7 +247,7 @@ def waiting_line(rows: Sequence[Row]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Lines of the console
+# Console lines
 
 
 def record_line(sample: dict[str, Any]) -> str:
@@ -446,10 +446,10 @@ class LiveView(PlainView):
             self._console.print(Group(line), crop=False)  # rich would copy a bare Text
 
     def progress(self, **state: Any) -> None:
-        """Update the view. After a step, the keywords are step (number of done steps), loss, norm,
-        lr, ms, tokens, and numbers (parts of the loss, by name). After an evaluation: scores by
-        name. After samples: texts by name, a line each. validated: done fraction of a validation,
-        None when no validation runs. alarm: text of an alarm, or None."""
+        """Update the numbers of the view. After a step, the keywords are step (number of done
+        steps), loss, norm, lr, ms, tokens, and numbers (parts of the loss, by name). After an
+        evaluation: scores by name. After samples: texts by name, a line each. validated: done
+        fraction of a validation, None when no validation runs. alarm: text of an alarm, or None."""
         self._progress.update(**state)
         self._live.update(self._render())  # rich's own thread draws the view
 

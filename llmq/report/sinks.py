@@ -314,7 +314,8 @@ first: first step of the log."""
 def open_sinks(
     places: Mapping[str, Any], name: str | None, log: Path, records: list[dict[str, Any]]
 ) -> list[Sink]:
-    """Open the sinks in `places`, for a log that begins with `records`. Raises LlmqError."""
+    """Open the sinks in `places`, for a log that begins with `records`. Raises LlmqError if a sink
+    cannot be opened."""
     started = [r for r in records if r["log"] == "cmd"]
     run = RunId.of(started[0].get("run")) if started else None
     begins = [r.get("resumed_at", 0) for r in started]

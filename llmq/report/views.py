@@ -48,7 +48,8 @@ class PlainView:
             print_own(f"\033[1m{text}\033[22m" if bold else text)
 
     def progress(self, **state: Any) -> None:
-        """Show progress beside the log. The keywords are those of live.LiveView.progress."""
+        """Show the progress of a run beside the log. The keywords are those of
+        live.LiveView.progress."""
         part, now = state.get("validated"), time.monotonic()
         if part == 0.0:
             self._next = now + PROGRESS_SECONDS
@@ -57,7 +58,7 @@ class PlainView:
             self.line(f"  validation: {part:.0%}")
 
     def close(self) -> None:
-        """End the view."""
+        """Stop showing the run."""
 
 
 REPORT_SECONDS = 10.0  # seconds between lines about progress without a terminal

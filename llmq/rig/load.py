@@ -22,7 +22,7 @@ from llmq.runtime.timing import Marks
 
 ROWS = (8192, 4096, 2048, 128)  # rows of a square product; the largest product that fits is used
 COPY = 16  # bytes of a copy divided by rows * rows
-PRODUCTS = 4  # products before each copy
+PRODUCTS = 4  # number of matrix products before each copy
 ALONE = 0.2  # share of the time in which, with several GPUs, GPU 0 works alone
 EVERY = 1.0  # seconds between readings
 SETTLED = 1 / 3  # share of each series, at the end, whose readings count as settled

@@ -22,7 +22,7 @@ from llmq.runtime.mesh import DATA
 from llmq.runtime.world import World
 from llmq.state.placement import mesh_of
 
-DOCUMENT_TOKENS = (100, 1000)  # shortest and longest document of random batches
+DOCUMENT_TOKENS = (100, 1000)  # tokens of the shortest and the longest document in random batches
 
 
 def random_batch(rng: np.random.Generator, config: TrainConfig, model: ModelConfig) -> Batch:

@@ -26,11 +26,11 @@ Generate = Callable[[int, Sequence[list[int]]], list[Completion]]
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """A conversation. prompt: ids of the prompt. ids: all later ids. logprobs: log-probability of
-    each later id, None for ids of the environment. finish: see `Completion`. messages: all
-    messages, beginning with the record's. talk: the chat with the template; None: the prompt is a
-    text, and answers are appended unchanged. scores: components of the reward, summed over
-    turns."""
+    """A conversation between model and environment. prompt: ids of the prompt. ids: all later ids.
+    logprobs: log-probability of each later id, None for ids of the environment. finish: see
+    `Completion`. messages: all messages, beginning with the record's. talk: the chat with the
+    template; None: the prompt is a text, and answers are appended unchanged. scores: components of
+    the reward, summed over turns."""
 
     prompt: list[int]
     messages: list[Message]

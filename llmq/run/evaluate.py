@@ -229,8 +229,8 @@ class Fleet(Closing):
             raise
 
     def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
-        """Return log-likelihoods of all `count` requests, F64 in nats. report: called with the
-        number of tokens computed so far."""
+        """Return log-likelihoods of all `count` requests, F64 in nats. report: function called with
+        the number of tokens computed so far."""
         out = np.full(count, np.nan)
         left, lock, done = iter(self.batches), threading.Lock(), 0
 

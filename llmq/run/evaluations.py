@@ -128,7 +128,7 @@ class Evaluations:
         material: EvaluationInputs,
         stopped: Callable[[], bool],
     ):
-        """stopped: called before each batch; True ends the evaluation."""
+        """stopped: function called before each batch; True ends the evaluation."""
         self.trainer, self.reporter, self.material = trainer, reporter, material
         self.config: TrainConfig = trainer.config
         self.stopped = stopped

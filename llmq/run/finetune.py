@@ -250,9 +250,9 @@ def _eval_pattern(out: Path, data: FinetuneData) -> str:
 def _of_method(
     method: str, parameters: int, width: int, data: FinetuneData, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return options of full training or of adapters. parameters, width: size of the model. The
-    learning rate of full training falls with the width; for pairs of answers the rate is a
-    tenth."""
+    """Return options of full training or of adapters. parameters, width: number of parameters and
+    hidden size of the model. The learning rate of full training falls with the width; for pairs of
+    answers the rate is a tenth."""
     if method == "auto":
         method = "full" if parameters < FULL_BELOW else "lora"
     chosen: dict[str, Any] = {"warmup": "5%", "lr-schedule": "cosine", "weight-decay": 0.01}

@@ -35,7 +35,8 @@ class HealthMonitor(Callback):
         return self.trainer.learning_rate(step) * self.guard.rate_factor(step)
 
     def on_step(self, step: StepDone) -> None:
-        """Judge a step. Raises LlmqError if the run cannot recover."""
+        """Judge a step by its result, and report a bad step. Raises LlmqError if the run cannot
+        recover."""
         number, result, guard = step.step, step.result, self.guard
         limits, in_row = self._limits.pop(number), guard.in_row
         judgement = guard.judge(number, result, limits)

@@ -47,10 +47,10 @@ SHORT_WAIT = 0.5  # longest unreported wait for the previous checkpoint, in seco
 class Lifecycle:
     """Saves the checkpoints of a run, judges them, deletes old ones, and exports the model.
 
-    best: the best checkpoint so far. keep: the rule of retention. saved_at: step of the newest
-    complete checkpoint. writing: step of the checkpoint that is being written in the background.
-    write_seconds: duration of the newest background save. late: True if a checkpoint waits for the
-    first good step. All processes make the same calls.
+    best: the best checkpoint so far. keep: the rule by which old checkpoints stay. saved_at: step
+    of the newest complete checkpoint. writing: step of the checkpoint that is being written in the
+    background. write_seconds: duration of the newest background save. late: True if a checkpoint
+    waits for the first good step. All processes make the same calls.
     """
 
     def __init__(self, trainer: Trainer, reporter: Reporter, best: Best, guard: Guard, first: int):

@@ -58,7 +58,7 @@ class Loop:
         return why and f"{why}, which ends the run after {self.trainer.steps_done} steps"
 
     def run(self) -> None:
-        """Make all steps of `steps`. A signal is only noted when received, and obeyed between two
+        """Make all steps of the run. A signal is only noted when received, and obeyed between two
         steps."""
         with self.requests.noted():
             for _ in self.steps():

@@ -329,7 +329,7 @@ class Reporter:
     def choices(self, step: int, fast: dict[str, bool], chosen: dict[str, str]) -> None:
         """Report which implementations tuning has chosen. fast: by fp8 product, True if it sums
         with fewer bits. chosen: by operation and shape, the chosen implementation (see
-        Device.choose). Products with another choice than "per-tensor" ran only to be timed, and are
+        Device.choose). fp8 products whose choice is not "per-tensor" ran only to be timed, and are
         left out of `fast`."""
         others = {work for work, way in chosen.items() if way != "per-tensor"}
         fast = {name: how for name, how in fast.items() if f"matmul_fp8 {name}" not in others}

@@ -266,9 +266,8 @@ def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
 
 
 def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> None:
-    """Raise DataError if the tokenizers of two files or folders differ. one: name of the first file
-    in messages. its: identity of its tokenizer. other, others: name and identity for the second
-    file."""
+    """Raise DataError if the tokenizers of two files or folders differ. one, other: names of the
+    files in messages. its, others: identities of the tokenizers of `one` and `other`."""
     if its.fingerprint != others.fingerprint:
         raise DataError(
             f"{one} is of the tokenizer {its}, but {other.split(': ')[-1]} of {others}: tokenize "

@@ -106,7 +106,7 @@ def speed_of_light(
 ) -> SpeedOfLight | None:
     """Return the speed of light of a run.
 
-    Returns None for a card with unknown peak, and for a model that takes less than 1 ns per token.
+    Returns None for a card with unknown peak, or if a token takes less than 1 ns.
     """
     found = peaks(device_name)
     if found is None:

@@ -1,4 +1,4 @@
-"""The ranks of this process. A rank is a device with its step objects, driven by one thread."""
+"""Ranks of this process: a rank is a device with its step objects, driven by one thread."""
 
 import operator
 import threading
@@ -397,8 +397,8 @@ class Ranks:
     ) -> list[T] | None:
         """Divide batches among all ranks. Returns the results of work(rank, index, batch) by batch,
         on all processes. A rank without a batch gets an empty batch with index -1, because all
-        ranks must run the collectives. stopped: called before each batch; True makes the result
-        None."""
+        ranks must run the collectives. stopped: function called before each batch; True makes the
+        result None."""
         several = self.first.dev.mesh.size(*DATA)
         rounds = Rounds(self.world, -(-len(batches) // several), stopped)
         found: dict[int, T] = {}

@@ -40,7 +40,7 @@ class Requests(Callback):
         self._step_seconds = 0.0
         self._save, self._first = SaveSignal(), FirstSignal()
         self._agreed: int | None = None  # the ending signal that all processes know
-        self._over = self._all_over = False  # True if --max-hours is over: here; anywhere
+        self._over = self._all_over = False  # True if --max-hours is over (here / anywhere)
         self._told: set[str] = set()
 
     @contextmanager

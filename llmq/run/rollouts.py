@@ -51,7 +51,8 @@ class Sample(NamedTuple):
 
 class Drawn(NamedTuple):
     """The samples of a prompt. number: number of the prompt. group: texts of the samples. made: the
-    samples. scores: components of each sample's reward, or the error of the rewards in words."""
+    samples as completions. scores: components of each sample's reward, or the error of the rewards
+    in words."""
 
     number: int
     group: Group

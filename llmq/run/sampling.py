@@ -59,7 +59,7 @@ class Sampler(Closing):
         text. dtype: format of weights and activations. slots: most texts at a time; the number is
         halved while memory is too small. base_dtype: format of the blocks' matrices, as in
         --base-dtype; None: dtype. kv_dtype: format of keys and values, "e4m3"; None: dtype. mark:
-        called with the name of each part of the start when the part ends.
+        function called with the name of each part of the start when the part ends.
 
         Raises ConfigError for a model that predicts no tokens, and LlmqError if memory is too
         small.
@@ -345,7 +345,7 @@ def _say(
 
 
 def _show(prompt: str, pieces: Iterator[str]) -> None:
-    """Print a text while it is generated. Print nothing if generating the first piece fails."""
+    """Print a text while it is generated; print nothing if generating the first piece fails."""
     print_text(prompt + next(pieces, ""))
     try:
         for piece in pieces:
@@ -438,7 +438,7 @@ class Conversation:
         return self.process.call(_prompt, self.template, messages, tools)
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Return the text of messages. Raises the errors of `prompt`."""
+        """Return the text into which the template turns messages. Raises the errors of `prompt`."""
         return self.process.call(_text, self.template, messages, add_generation_prompt)
 
     def ask(self, text: str) -> list[int]:

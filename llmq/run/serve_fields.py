@@ -92,8 +92,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checked request. prompts: ids of each prompt. n: texts for each prompt. stops: strings that
-    end a text. counts: True if a stream ends with the numbers of tokens."""
+    """A request whose fields were checked. prompts: ids of each prompt. n: texts for each prompt.
+    stops: strings that end a text. counts: True if a stream ends with the numbers of tokens."""
 
     prompts: list[list[int]]
     requests: list[Request]

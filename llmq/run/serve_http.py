@@ -151,8 +151,8 @@ def run_serve(
     ready: Callable[[Any], None] = lambda server: None,
 ) -> None:
     """Serve a model until a signal ends the program. texts: most texts that are continued at the
-    same time. max_tokens: most tokens of a text, including the prompt. ready: called with uvicorn's
-    server before the server starts."""
+    same time. max_tokens: most tokens of a text, including the prompt. ready: function called with
+    uvicorn's server before the server starts."""
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)

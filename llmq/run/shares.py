@@ -19,9 +19,9 @@ WARM_UP, MEASURED = 2, 5  # number of ignored first steps, then number of measur
 
 
 class Shares(Callback):
-    """Deals micro-batches by the shares of this process's ranks. rates: micro-batches that each
-    rank computes in the same time; None: equal shares (--share auto: shares are not measured
-    yet)."""
+    """Deals the micro-batches of a step to this process's ranks by shares. rates: micro-batches
+    that each rank computes in the same time; None: equal shares (--share auto: shares are not
+    measured yet)."""
 
     def __init__(self, config: TrainConfig, machine: Machine, plan: Plan):
         """plan: the plan of `config`. With --share auto, shares follow the plan's times of a

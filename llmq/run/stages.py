@@ -1,4 +1,4 @@
-"""Durations from the start of the process to a first token, in parts."""
+"""Durations of the parts of a command, from the start of the process to a first token."""
 
 import time
 from collections.abc import Iterator
@@ -9,8 +9,9 @@ from llmq.base.errors import print_error
 
 
 class Stages:
-    """Measures the parts of a start, in order. A part ends when `mark` is called, and the next part
-    begins; the first part begins with the process. printed: True if `first` prints the parts."""
+    """Measures the durations of the parts of a program start, in order. A part ends when `mark` is
+    called, and the next part begins; the first part begins with the process. printed: True if
+    `first` prints the parts."""
 
     def __init__(self, *, printed: bool):
         self.printed, self.seconds = printed, {}

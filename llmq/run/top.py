@@ -26,7 +26,7 @@ LOOKS = 1.0  # seconds between two reads of the log
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the use of the CPUs is known
 PAUSE = 60.0  # seconds without a record after which a run without a live lock counts as ended
 MOST_RANKS = 1 << 16
-SHOWN_NEWS = 2  # most errors of GPUs below the view
+SHOWN_NEWS = 2  # most errors of GPUs that are listed below the view
 _ENDS = (*DONE, "Stopped by ")
 
 
@@ -52,7 +52,7 @@ class Follower:
         self._scores: dict[str, float] = {}
 
     def look(self) -> None:
-        """Read new records. Raises DataError if the file is no log."""
+        """Read new records of the log. Raises DataError if the file is no log."""
         for record in self._reader.new_records():
             what = f"its record of {record['log']} at step {record['step']}"
             with as_written(self.log, what):

@@ -379,7 +379,7 @@ class Trainer(Closing):
         self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
     ) -> Result | None:
         """Return the loss on the validation files. max_batches: most batches of a rank; None: all.
-        stopped: called before every batch; True ends the validation without a result."""
+        stopped: function called before every batch; True ends the validation without a result."""
         self.ranks.pool.check_open("validate")
         _ = self.eval_loader  # raises ConfigError without a validation
         self.score_reference()

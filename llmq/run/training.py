@@ -529,7 +529,7 @@ def begun(
 
 
 class _Run:
-    """Builds what a run consists of: guard, checkpoints, evaluations, sensors and the loop."""
+    """Builds the objects of a run: guard, checkpoints, evaluations, sensors and the loop."""
 
     def __init__(
         self,
