@@ -239,7 +239,7 @@ def _show_progress(trainer: Trainer, alive: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Plans
+# Plans of runs
 
 
 _machine_here = cache(choose_machine)  # free memory is read once for all runs

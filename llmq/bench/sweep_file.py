@@ -77,8 +77,8 @@ def identity(options: Row) -> Hashable:
 
 @cache
 def _identity(text: str) -> Hashable:
-    """Return the identity of options as JSON text. The cache helps a long sweep, which asks for
-    each identity after every run."""
+    """Return the identity of the options that `text` holds as JSON. The cache helps a long sweep,
+    which asks for each identity after every run."""
     try:  # log_file, named by time, and watchdog change no run
         return replace(make_config(json.loads(text)), log_file=None, watchdog=0)
     except ConfigError:  # a report of another version may have other options

@@ -160,8 +160,8 @@ Measure = option(
 
 
 def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, by field, for which --data stands. Raises ConfigError if such an option
-    is given, too."""
+    """Return the options, by field, for which --data stands. Raises ConfigError if the user gives
+    one of these options, too."""
     if data is None:
         return {}
     for flag in ("train-file", "eval-file"):

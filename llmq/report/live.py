@@ -448,8 +448,9 @@ class LiveView(PlainView):
     def progress(self, **state: Any) -> None:
         """Update the numbers of the view. After a step, the keywords are step (number of done
         steps), loss, norm, lr, ms, tokens, and numbers (parts of the loss, by name). After an
-        evaluation: scores by name. After samples: texts by name, a line each. validated: done
-        fraction of a validation, None when no validation runs. alarm: text of an alarm, or None."""
+        evaluation, the keyword is scores, by name. After samples, the keyword is texts, by name,
+        shown as a line each. validated: done fraction of a validation, None when no validation
+        runs. alarm: text of an alarm, or None."""
         self._progress.update(**state)
         self._live.update(self._render())  # rich's own thread draws the view
 

@@ -255,7 +255,7 @@ class Replay:
         self.log, self.sinks = log, sinks
         self.done = False  # True once the run is complete and no new run has begun
         self._course = Course()
-        self._newest = 0  # newest step
+        self._newest = 0  # number of the newest step
         self._sent: set[str] = set()  # names of the numbers sent for the newest step
         # By step, the timestamps and numbers of records between two steps.
         self._between: dict[int, list[tuple[float, dict[str, float]]]] = {}

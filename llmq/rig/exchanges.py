@@ -125,7 +125,7 @@ class Program:
         self._loaded = [_alloc(dev, (size,), U8, place) for place in places]
 
     def _length(self, mib: int) -> int:
-        unit = 128 * self.world  # in elements: the alignment of slabs
+        unit = 128 * self.world  # alignment of slabs in elements
         return mib * MIB // BF16.itemsize // unit * unit
 
     def _all_gather(self, slab: Tensor) -> None:

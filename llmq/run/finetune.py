@@ -275,8 +275,8 @@ def _epoch(config: TrainConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_length(seq_len: int, sequences: int, tokens: int, ranks: int) -> dict[str, Any]:
-    """Return options for the passes over the data and the sequences of a step. The run then has
-    STEPS steps if the data allow, few passes, and at most MOST_TOKENS tokens in a step. sequences,
+    """Return options for the passes over the data and the sequences of a step. The run gets STEPS
+    steps if the data allow, few passes, and at most MOST_TOKENS tokens in a step. sequences,
     tokens: size of the data."""
     epochs = EPOCHS if tokens < FEW_TOKENS else 1
     if epochs * sequences < STEPS * ranks:

@@ -91,9 +91,9 @@ class Guard:
     in_row: number of newest steps in a row that were bad. unchanged: number of newest steps in a
     row that changed no weights. last_bad: the newest bad step; -1: none. not_finite: words about
     the newest step's loss or norm if not finite, else None. trouble: the bad step because of which
-    a rollback is due; None: no rollback is due. level: how often a new level of values was
-    accepted, see accepts_new_level. rollbacks: steps [to, from] of each rollback. origin: the run's
-    first checkpoint; None: its first weights.
+    a rollback is due; None: no rollback is due. level: how often accepts_new_level has dropped the
+    values of earlier steps. rollbacks: steps [to, from] of each rollback. origin: the run's first
+    checkpoint; None: its first weights.
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):

@@ -192,9 +192,9 @@ class Rounds:
     evaluation is cut short, because every batch runs collectives."""
 
     def __init__(self, world: World, count: int, stopped: Callable[[], bool]):
-        """count: batches of each rank. stopped: called before each batch; True sets `cut`, and each
-        rank then stops at the number of batches that the fastest rank has taken. Several processes
-        decide together before each round."""
+        """count: batches of each rank. stopped: called before each batch; True sets `cut`. With
+        `cut` each rank stops at the number of batches that the fastest rank has taken. Several
+        processes decide together before each round."""
         self.cut = False
         self._count, self._stopped = count, stopped
         self._taken = dict.fromkeys(world.local, 0)

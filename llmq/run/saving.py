@@ -179,8 +179,8 @@ class BackgroundWriter:
 
     def stop(self, *, give_up: bool) -> None:
         """Wait for this process's thread, before the memory that the thread reads is freed.
-        give_up: True to discard the checkpoint. A copy that does not end within PATIENCE discards
-        the checkpoint, too."""
+        give_up: True to discard the checkpoint. The checkpoint is also discarded if its copy does
+        not end within PATIENCE."""
         if self._thread is None:
             return
         end = time.monotonic() + PATIENCE

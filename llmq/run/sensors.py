@@ -39,8 +39,8 @@ class Window:
 
     def __init__(self) -> None:
         self._values: defaultdict[str, list[int]] = defaultdict(list)
-        self._reasons: Counter[str] = Counter()  # samples by the reason that held the clock down
-        self._kinds: Counter[str] = Counter()  # samples by kind of reason
+        self._reasons: Counter[str] = Counter()  # by reason of throttling, the number of samples
+        self._kinds: Counter[str] = Counter()  # by kind of reason, the number of samples
         self._xids: list[int] = []
         self._samples = 0
 
