@@ -1,4 +1,5 @@
-"""Small types and helpers for all rooms: errors, dtypes, tensors, atomic files.
+"""The package has small types and helpers for all packages of llmq: errors, dtypes, tensors, atomic
+files.
 
-Imports nothing else of llmq. Start with `tensor.py` and `operand.py`.
+Modules here import no other package of llmq. Start with `tensor.py` and `operand.py`.
 """

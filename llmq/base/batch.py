@@ -6,19 +6,20 @@ from typing import NamedTuple
 import numpy as np
 
 FILLER_TARGET = -101
-"""Target of a filler token on the device; router losses ignore tokens with this target."""
+"""Target of a filler token (a token behind a row's documents) on the device; router losses ignore
+tokens with this target."""
 
 
 class Batch(NamedTuple):
-    """One micro-batch; arrays are int32 (B, T).
+    """One micro-batch; arrays are int32 (B, T): B sequences, or rows, of T tokens.
 
     inputs   token ids
     targets  the ids to predict; -100 where nothing is predicted
     starts   for each position the first position of its document in the row: attention sees nothing
              before it, and RoPE counts from it. 0 <= starts[b, t] <= t, non-decreasing in a row.
-             None: every row is one document.
+             With None, every row is one document.
     padding  number of positions that fill rows up, or repeat positions counted elsewhere: reports
-             do not count them. Such a position is a document of its own, and masked.
+             do not count them. Such a position is a masked document of one token.
     named    arrays that the loss or the architecture declares (`Input`), by name; or None. Pairs of
              documents have "partner": 1 + the first position of the other document, negative in a
              rejected document, 0 outside of pairs

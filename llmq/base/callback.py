@@ -1,6 +1,7 @@
-"""Callbacks of a run: reports, sinks, sensors, and a user's own.
+"""Callbacks of a run receive results: console reports, log writers, sensors, and classes of the
+user.
 
-`llmq train` and `llmq.Trainer` call the same class.
+`llmq train` and `llmq.Trainer` both call `Callback`.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from llmq.base.result import Result
 class StepDone:
     """An optimizer step whose result is known.
 
-    step: number in the run, from 0. number: among the steps of this Trainer, from 0. result: loss,
-    gradient norm, counted tokens. ms: milliseconds on the device's clock since the end of the step
-    before, or since the step's own begin if an evaluation or a checkpoint came between. lr:
-    learning rate. epoch: number of the epoch, from 0, and the part of the epoch that has been read;
-    None for batches of the caller. ticket: see `Trainer.enqueue_step`.
+    step: number in the run, from 0. number: number of the step among this Trainer's steps, from 0.
+    result: loss, gradient norm, counted tokens. ms: milliseconds on the device's clock since the
+    end of the step before, or since this step's begin if an evaluation or a checkpoint came between
+    the steps. lr: the learning rate. epoch: number of the epoch from 0, plus the fraction of the
+    epoch that has been read; None if the caller passes batches. ticket: the number that
+    `Trainer.enqueue_step` returned.
     """
 
     step: int
@@ -32,8 +34,9 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A complete validation or task. step: number of steps done before. metrics: values by name:
-    "loss", "NAME/loss" of a named validation set, "TASK/METRIC"."""
+    """The result of a complete validation or task. step: number of optimizer steps before the
+    evaluation. metrics: values by name: "loss", "NAME/loss" of a named validation set,
+    "TASK/METRIC"."""
 
     step: int
     metrics: dict[str, float]
@@ -49,24 +52,26 @@ class RunEnd:
 
 
 class Callback:
-    """Listens to a run. Override the methods that you need; those of this class do nothing.
+    """A callback listens to a run. Override the methods that you need; the methods of this class do
+    nothing.
 
     All methods are called in the thread that drives the run, between two steps, in the order of
     the callbacks. An exception in a method ends the run. In a run of several processes each process
     has callbacks of its own.
 
-    stop: the reason to end the run before its last step, as one line for the log; None: go on. A
+    stop: the reason to end the run before its last step, as a line for the log; None to go on. A
     run reads `stop` after each step and evaluation; `Trainer.step` never does. With several
-    processes all must give the same answer.
+    processes all processes must set the same value.
     """
 
     stop: str | None = None
 
     def on_step(self, step: StepDone) -> None:
-        """Called after each step, in order, when its result is known: on a GPU one step late."""
+        """Called after each step, in order, when the step's result is known; on a GPU that is after
+        the next step is enqueued."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Called after each validation and each task."""
+        """Called after each validation and after each task."""
 
     def on_checkpoint(self, path: Path) -> None:
         """Called when the checkpoint in the directory `path` is complete."""
@@ -75,4 +80,4 @@ class Callback:
         """Called with each record of the JSON log of a run, `time` in seconds since 1970."""
 
     def on_end(self, end: RunEnd) -> None:
-        """Called once, at the end of the run, also after an error."""
+        """Called once at the end of the run, also if an error ended the run."""

@@ -1,6 +1,6 @@
 """Terminal output: every printed text is made safe, so that foreign text cannot steer the terminal.
 
-Our own colours and the moves of a live view bypass this by `Door.own`.
+llmq's own colours and the cursor moves of a live view bypass the filter by `Door.own`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Control characters except \n and \t, some of which begin terminal commands, and characters that
-# change the direction of text.
+# These are control characters except \n and \t, some of which begin terminal commands, and
+# characters that change the direction of text.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -26,8 +26,8 @@ def printable(text: str) -> str:
 
 
 class Door(io.TextIOWrapper):
-    """A standard stream that writes only printable text, and never fails to encode text. lost: the
-    error of a failed write, else None."""
+    """A standard stream that writes only printable text, and never raises for text that its
+    encoding lacks. lost: the error of a failed write; None if no write has failed."""
 
     lost: OSError | None = None
 
@@ -46,7 +46,7 @@ class Door(io.TextIOWrapper):
         return self.own(printable(text))
 
     def own(self, text: str) -> int:
-        """Write our own text, which may steer the terminal."""
+        """Write text of llmq, which may contain terminal commands."""
         try:
             return super().write(text)
         except OSError as error:
@@ -56,7 +56,7 @@ class Door(io.TextIOWrapper):
 
 @contextmanager
 def doors() -> Iterator[None]:
-    """Make standard output and standard error doors inside the block."""
+    """Inside the block, replace standard output and standard error by `Door` objects."""
     before = {}
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -70,23 +70,24 @@ def doors() -> Iterator[None]:
         for name, stream in before.items():
             door = getattr(sys, name)
             setattr(sys, name, stream)
-            with suppress(OSError, ValueError):  # the reader has gone
+            with suppress(OSError, ValueError):  # the program that reads the pipe has ended
                 door.detach()
 
 
 def print_own(text: str, end: str = "\n") -> None:
-    """Print our own text, which may steer the terminal, to standard output."""
+    """Print text of llmq, which may contain terminal commands, to standard output."""
     getattr(sys.stdout, "own", sys.stdout.write)(text + end)
     sys.stdout.flush()
 
 
 def print_text(text: str) -> None:
-    """Print a part of a model's text; unchanged if standard output is no terminal."""
+    """Print a part of a model's text; the text is unchanged if standard output is no terminal."""
     print_own(printable(text) if sys.stdout.isatty() else text, end="")
 
 
 class _PastTheDoor:
-    """File for rich's console, which makes texts printable itself: writes bypass the door."""
+    """A file for rich's console; its writes bypass `Door` because rich's texts are already
+    printable."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -97,7 +98,7 @@ class _PastTheDoor:
 
 
 def printable_console(*, stderr: bool = False) -> Console:
-    """Return rich's console on a standard stream; it makes every drawn text printable."""
+    """Return rich's console on a standard stream; the console makes every drawn text printable."""
     from rich.console import Console
     from rich.segment import Segment
 

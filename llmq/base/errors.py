@@ -11,9 +11,9 @@ from llmq.base.console import printable
 
 
 class LlmqError(Exception):
-    """An error of the user or the machine. Its text says in one line what is wrong, where, and what
-    to do; the CLI prints it and exits with STATUS. details: further lines, if there are several
-    things to do; str() includes them."""
+    """An error that the user or the machine has caused. Its text says in one line what is wrong,
+    where, and what to do; the CLI prints the text and exits with STATUS. details: further lines if
+    there are several things to do; str() includes these lines."""
 
     STATUS = 2
 
@@ -26,11 +26,11 @@ class LlmqError(Exception):
 
 
 class ConfigError(LlmqError):
-    """An unusable option, preset name or config.json of a model."""
+    """An option, a preset name or a model's config.json is unusable."""
 
 
 class DataError(LlmqError):
-    """A missing, damaged or unfitting token file, text input or tokenizer."""
+    """A token file, text input or tokenizer is missing, damaged or unfitting."""
 
 
 class ModelError(LlmqError):
@@ -45,7 +45,8 @@ NOT_FINITE = (
 
 
 class DiskError(LlmqError):
-    """A file could not be written; no part of it is left, and an older file is unchanged."""
+    """A file could not be written; the incomplete file is removed, and an older file is
+    unchanged."""
 
 
 class MachineError(LlmqError):
@@ -55,7 +56,7 @@ class MachineError(LlmqError):
 
 
 def status_of(error: BaseException) -> int:
-    """Return a process's exit status after an error, see docs/logs.md. 1: a bug."""
+    """Return a process's exit status after an error, as docs/logs.md lists; 1 stands for a bug."""
     if isinstance(error, LlmqError):
         return error.STATUS
     expected = isinstance(error, OSError | MemoryError | RecursionError)
@@ -63,7 +64,7 @@ def status_of(error: BaseException) -> int:
 
 
 def warn(*lines: str) -> None:
-    """Warn the user, without stopping: one line each."""
+    """Warn the user with these lines, without stopping."""
     for line in (printable(line.replace("\n", " ")) for line in lines):
         _warnings.append(line)
         if not _kept:
@@ -72,7 +73,7 @@ def warn(*lines: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Warn, unless this line was given before."""
+    """Warn the user with this line unless the process has already done so."""
     warn(line)
 
 
@@ -81,20 +82,22 @@ _kept = False
 
 
 def keep_warnings() -> None:
-    """Print no warnings from now on: another process fetches them by `taken_warnings`."""
+    """From now on keep warnings instead of printing; another process fetches them by
+    `taken_warnings`."""
     global _kept
     _kept = True
 
 
 def taken_warnings() -> list[str]:
-    """Return the warnings since the last call."""
+    """Return the warnings given since the last call."""
     lines = list(_warnings)
     _warnings.clear()
     return lines
 
 
 def print_error(*lines: str) -> None:
-    """Print lines to standard error; a closed or full stream drops the lines silently."""
+    """Print lines to standard error; the lines are lost if the stream is closed or its disk is
+    full."""
     try:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
     except OSError:
@@ -102,6 +105,6 @@ def print_error(*lines: str) -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Let all later writes to a stream succeed, even what Python flushes at exit."""
+    """Let all later writes to a stream succeed, even the text that Python flushes at exit."""
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), stream.fileno())

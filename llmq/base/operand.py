@@ -1,7 +1,7 @@
 """Operands of a product, as tensors and as codes, and the product's epilogue: the terms added to a
 product and the function that follows. `llmq.ops.product.product` computes product and epilogue.
 
-Sizes of epilogues are the product's: out (M, N).
+Sizes are those of the product's output (M, N), summed over K.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from llmq.base.dtypes import DType
 from llmq.base.tensor import Tensor
 
 CODES_MULTIPLE = 16
-"""Number of 1-byte codes that products read at a time: the summed dimension is a multiple of
-this."""
+"""Number of 1-byte codes that products read at a time; the summed dimension is a multiple of this
+number."""
 
 
 def turned(shape: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape (features, rows) of a matrix's transposed codes. Zeros follow the rows up to
-    whole 16 bytes: they add nothing to a product over rows."""
+    """Return the shape (features, rows) of a matrix's transposed codes, with rows rounded up to a
+    multiple of 16. The codes of the added rows are zeros, which add nothing to a product that sums
+    over rows."""
     rows, features = shape
     return features, -(-rows // CODES_MULTIPLE) * CODES_MULTIPLE
 
 
 class Fp8Out(NamedTuple):
-    """An operation's result as FP8, with a scale that is known beforehand.
+    """Buffers for an operation's result as FP8 codes, with a scale that is known before the launch.
 
     A value x of the BF16 or F32 result becomes x * (1 / scale), rounded to nearest even and clamped
     to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
@@ -44,8 +45,9 @@ class Fp8Out(NamedTuple):
 
 
 class FirstScale(NamedTuple):
-    """The first delayed scale of a tensor without history. The kernel writes the tensor once with
-    any scale to find its largest |x|, this scale is made, and the kernel runs again.
+    """Buffers for the first delayed scale of a tensor that has no history of maxima. The kernel
+    writes the tensor once with any scale to find its largest |x|; then `fp8_scale.update` makes the
+    scale, and the kernel runs again.
 
         scale    out    F32 (1,4)
         history  inout  F32 (1,1)   scratch of `fp8_scale.update`
@@ -62,12 +64,13 @@ class FirstScale(NamedTuple):
 
 
 class ProductCodes(NamedTuple):
-    """A product's result as FP8, with a scale that is known beforehand: x ~ code * scale.
+    """Buffers for a product's result as FP8 codes, with a scale that is known before the launch: x
+    ~ code * scale.
 
     A value x of the product's F32 sums becomes x * factor, rounded to nearest even and clamped to
     the largest finite value MAX; NaN stays NaN. The product finds the largest |x|, which is an
-    infinity or NaN if one x is an infinity, and NaN if one x is NaN. The first kernel that reads
-    the codes records the tensor's statistics: a product cannot.
+    infinity or NaN if one x is an infinity, and NaN if one x is NaN. The product cannot record the
+    tensor's statistics, so the first kernel that reads the codes does.
 
         codes      out    E4M3, E5M2 (rows, features)  None until `product` has taken memory
         scale      in     F32        (1,)              positive
@@ -94,7 +97,7 @@ Result = Tensor | ProductCodes
 
 @dataclass(slots=True)
 class OutBuffers:
-    """Memory that a kernel writes for a tensor which products read later.
+    """Memory that a kernel writes for a tensor which later products read.
 
     name     of the tensor, for its number format
     tensor   out    BF16, F32 (rows, features)  or None, where codes are enough
@@ -124,11 +127,12 @@ NOWHERE = OutBuffers("", None)
 
 @dataclass(frozen=True, slots=True)
 class ProductOutput:
-    """The output of a product in front of an activation, where no kernel computes both.
+    """The output of a product before an activation, if no kernel computes both product and
+    activation.
 
-    name, shape, dtype: those of the output. tensor: memory that is always written, because it is
-    read later; None: `product` takes scratch if necessary. codes: the product writes codes with
-    this scale; None: it writes the tensor.
+    name, shape, dtype: name, shape and dtype of the output. tensor: memory that the product always
+    writes, because the backward reads it later; None lets `product` take scratch memory. codes:
+    buffers of the codes that the product writes; None: the product writes the tensor.
     """
 
     name: str
@@ -140,8 +144,9 @@ class ProductOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """An fp8 tensor: source ~ codes * scale, in the requested layouts. codes: (rows, features).
-    transposed: shape of `turned`. source: the quantized tensor; None if it no longer exists."""
+    """An fp8 tensor in the requested layouts: source ~ codes * scale. codes: the codes, (rows,
+    features). transposed: the transposed codes, whose shape is `turned`. source: the quantized
+    tensor; None if it no longer exists."""
 
     source: Tensor | None
     codes: Tensor | None
@@ -151,9 +156,9 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8:
-    """A frozen weight as signed bytes: row r ~ codes[r] * scale[r], in two layouts. codes: I8
-    (rows, features). transposed: I8 (features, rows). scale: F32 (rows,). ones: F32 (features,),
-    scales of transposed's rows when `scale` is multiplied into the other operand."""
+    """A frozen weight as int8 codes in two layouts: row r ~ codes[r] * scale[r]. codes: I8 (rows,
+    features). transposed: I8 (features, rows). scale: F32 (rows,). ones: F32 (features,), scales of
+    transposed's rows when `scale` is multiplied into the other operand."""
 
     codes: Tensor
     transposed: Tensor
@@ -162,16 +167,16 @@ class Int8:
 
 
 class Int8Rows(NamedTuple):
-    """A matrix as signed bytes: row r ~ codes[r] * scale[r]. codes: I8 (rows, features), which a
-    product sums. scale: F32 (rows,)."""
+    """A matrix as int8 codes: row r ~ codes[r] * scale[r]. codes: I8 (rows, features); a product
+    sums over features. scale: F32 (rows,)."""
 
     codes: Tensor
     scale: Tensor
 
 
 class Nf4Run(NamedTuple):
-    """Rows [first, first + rows) of a matrix (N, K), from modules of one size, as contiguous NF4
-    codes: see `ops.quantize.four_bits`."""
+    """Rows [first, first + rows) of a matrix (N, K), from modules of equal size, as contiguous NF4
+    codes (layout: `ops.quantize.four_bits`)."""
 
     first: int
     rows: int
@@ -183,9 +188,9 @@ class Nf4Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4:
-    """A frozen weight (N, K), or experts' weights (E, N, K), as NF4 codes, which products of few
-    rows decode while reading. runs: cover all rows; experts have one run. levels: F32 (256,),
-    values of scale_codes."""
+    """A frozen weight (N, K), or the weights (E, N, K) of E experts, as NF4 codes; products of few
+    rows decode the codes while reading. runs: the runs that together cover all rows; experts have
+    one run. levels: F32 (256,), the values that scale_codes stand for."""
 
     shape: tuple[int, ...]
     runs: tuple[Nf4Run, ...]
@@ -194,8 +199,8 @@ class Nf4:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4:
-    """Frozen experts' weights (E, N, K) as MXFP4 codes, which products of few rows decode while
-    reading. codes: U8 (E N K / 2,). exponents: U8 (E N K / 32,)."""
+    """The frozen weights (E, N, K) of E experts as MXFP4 codes; products of few rows decode the
+    codes while reading. codes: U8 (E * N * K / 2,). exponents: U8 (E * N * K / 32,)."""
 
     shape: tuple[int, ...]
     codes: Tensor
@@ -204,8 +209,8 @@ class Mxfp4:
 
 class BytesRun(NamedTuple):
     """Rows [first, first + rows) of a matrix (N, K), from modules of of_module rows, as codes (rows
-    * K,), E4M3 or I8. scales: F32, one for each of_scale rows of a module and each of `columns`
-    parts of K; if there are several parts, a part has 128 columns."""
+    * K,), E4M3 or I8. scales: F32, a scale for each of_scale rows of a module and each of `columns`
+    parts of K; several parts have 128 columns each."""
 
     first: int
     rows: int
@@ -218,19 +223,21 @@ class BytesRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """A frozen weight (N, K), or experts' weights (E, N, K), as 1-byte codes, which products of few
-    rows decode while reading. runs: cover all rows; experts have one run."""
+    """A frozen weight (N, K), or the weights (E, N, K) of E experts, as 1-byte codes; products of
+    few rows decode the codes while reading. runs: the runs that together cover all rows; experts
+    have one run."""
 
     shape: tuple[int, ...]
     runs: tuple[BytesRun, ...]
 
 
 class Stochastic(NamedTuple):
-    """Rounding up or down with probabilities that keep the mean.
+    """Stochastic rounding goes up or down with probabilities that keep the mean.
 
-    An element's random number follows from the step's seed and number, the salt, its sequence's
-    number in the step, and its place in the sequence. So the rank and the micro-step of a sequence
-    do not matter. scalars: StepScalars, I32 (16,). sequence: number of rows in a sequence.
+    The random number of an element follows from the step's seed and number, the salt, the number of
+    the element's sequence in the step, and the place in this sequence. Random numbers are therefore
+    the same on any rank and in any micro-step. scalars: StepScalars, I32 (16,). sequence: number of
+    rows in a sequence.
     """
 
     scalars: Tensor
@@ -240,15 +247,15 @@ class Stochastic(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
-    """A tensor that a product rounds to signed bytes, with one scale for elements that are summed
-    together. stochastic: the stochastic rounding; None: to nearest even."""
+    """A tensor that a product rounds to int8 codes, with one scale for the elements that are summed
+    together. stochastic: parameters of stochastic rounding; None: rounding to nearest even."""
 
     source: Tensor
     stochastic: Stochastic | None = None
 
 
 Coded = Bytes | Mxfp4 | Nf4
-"""A weight that products of few rows decode."""
+"""A weight whose codes products of few rows decode."""
 Operand = Tensor | Fp8 | Int8 | Int8Rows | Rounded | Coded
 
 
@@ -258,8 +265,9 @@ def tensor_of(x: Operand) -> Tensor:
 
 
 class AdapterBlocks(NamedTuple):
-    """The layout of several adapters' B in one matrix (N, R), see `ops.product.adapter.expand`.
-    rows: N. columns: R. spans: each adapter's rows [start, stop). scales: each adapter's factor."""
+    """The layout of the B matrices of several adapters in one matrix (N, R), see
+    `ops.product.adapter.expand`. rows: N, the number of rows. columns: R, the sum of the adapters'
+    ranks. spans: each adapter's rows [start, stop). scales: each adapter's factor."""
 
     rows: int
     columns: int
@@ -268,8 +276,8 @@ class AdapterBlocks(NamedTuple):
 
 
 class DropoutMask(NamedTuple):
-    """The elements that dropout keeps, see `ops.pointwise.elementwise.dropout`. scalars:
-    StepScalars, I32 (16,). sequences: number of sequences in a micro-batch."""
+    """The elements that dropout keeps, as `ops.pointwise.elementwise.dropout` computes them.
+    scalars: StepScalars, I32 (16,). sequences: number of sequences in a micro-batch."""
 
     probability: float
     salt: int
@@ -278,8 +286,8 @@ class DropoutMask(NamedTuple):
 
 
 class Magnitudes(NamedTuple):
-    """Factors of a sum's columns (DoRA): magnitudes / norms, both F32 (N,). bias: (N,), added after
-    the multiplication; or None."""
+    """DoRA's factors of a sum's columns: magnitudes / norms, both F32 (N,). bias: the bias (N,)
+    that is added after the multiplication; None without bias."""
 
     norms: Tensor
     magnitudes: Tensor
@@ -287,7 +295,7 @@ class Magnitudes(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """A second product, hidden @ tail^T, that is added to the first one.
+    """A second product, hidden @ tail^T, that is added to the first product.
 
     hidden      in  (M, R)
     tail        in  (N, R), or (R, N) where b is not transposed; with blocks (n, rank)
@@ -304,14 +312,14 @@ class Adapters(NamedTuple):
 
     @property
     def at_once(self) -> bool:
-        """True if one kernel may compute both products."""
+        """True if one kernel may compute both products at once."""
         return self.dropout is None and self.magnitudes is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """Stores the sum of a product and its addends: out is a Tensor, or ProductCodes for a product
-    of fp8 codes without addend and adapters."""
+    """Stores the sum of a product and its addends: `out` is a Tensor, or ProductCodes if the
+    product of fp8 codes has no addend and no adapters."""
 
     kind: ClassVar[str] = "store"
     name: str = ""
@@ -322,10 +330,10 @@ STORE = Epilogue()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activated(Epilogue):
-    """An activation of the product, whose out is a ProductOutput. A gated activation reads [up |
+    """Stores an activation of the product; `out` is a ProductOutput. A gated activation reads [up |
     gate], (M, 2F). name: a key of ACTIVATIONS. to: buffers of the activation, (M, F); None: only
-    the product is written, with the same bits as in front of the activation, and out is as for
-    STORE."""
+    the product is written, with the bits that the activation would read, and `out` is a Tensor or
+    ProductCodes."""
 
     kind: ClassVar[str] = "glu"
     name: str
@@ -334,9 +342,10 @@ class Activated(Epilogue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivatedGradient(Epilogue):
-    """The gradient of an activation, with the product as the gradient of the activation's result.
-    out is a ProductOutput. up: the activation's input. to: buffers of up's gradient, which may be
-    up's memory. again: buffers of the recomputed activation, (M, F); NOWHERE: not needed."""
+    """Stores the gradient of an activation's input; the product is the gradient of the activation's
+    result, and `out` is a ProductOutput. up: the activation's input. to: buffers of the gradient of
+    `up`, which may share up's memory. again: buffers of the recomputed activation, (M, F); NOWHERE
+    if nothing reads it."""
 
     kind: ClassVar[str] = "glu_grad"
     name: str

@@ -1,7 +1,7 @@
-"""Records of JSON lines, JSON arrays, Parquet, CSV and TSV, in order, from any place on.
+"""Read records from JSON lines, JSON arrays, Parquet, CSV and TSV, in order, from any offset on.
 
-Files may be packed with gzip or Zstandard. JSON is not parsed while files are read: reading needs
-only the ends of records.
+Files may be compressed (packed) with gzip or Zstandard. Reading finds only the ends of JSON
+records; the caller parses them.
 """
 
 import csv
@@ -18,28 +18,30 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from llmq.base.errors import DataError
 
-_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # RFC 1952, RFC 8878
+_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # magic numbers of RFC 1952 and RFC 8878
 PACKED = tuple(_MAGIC)
-READ_BYTES = 1 << 18  # bytes of a file that are read at once
-_PACKED_BYTES = 1 << 12  # of Zstandard read at once; its content may be thousands of times longer
-MOST_RATIO = 500  # bytes of content for each packed byte; text has 2 to 20
-_FREE_BYTES = 64 << 20  # bytes of content that may have any ratio
+READ_BYTES = 1 << 18  # number of bytes that one read takes from a file
+# bytes of Zstandard in one read; their content may be thousands of times longer
+_PACKED_BYTES = 1 << 12
+MOST_RATIO = 500  # bytes of content that a packed byte may give; text has 2 to 20
+_FREE_BYTES = 64 << 20  # MOST_RATIO applies only to content beyond this many bytes
 
 
 def is_packed(path: str) -> bool:
-    """True if `unpack` unpacks a file of this name."""
+    """True if `unpack` decompresses files of this name."""
     return path.lower().endswith(PACKED)
 
 
 def packing_of(begin: bytes) -> str:
-    """Return the suffix for a file whose content begins like this; "" if it is not packed."""
+    """Return the suffix (.gz, .zst) for a file whose content begins with these bytes; "" if it is
+    not packed."""
     return next((ending for ending, magic in _MAGIC.items() if begin.startswith(magic)), "")
 
 
 def unpack(path: str, raw: io.BufferedReader) -> io.BufferedReader:
-    """Return the content of an open file, packed as its path says; `raw` itself if not packed.
-    Reading raises OSError, EOFError or zlib.error for damage, and DataError for a missing library
-    or a bomb (MOST_RATIO)."""
+    """Return the decompressed content of an open file whose name ends in a packed suffix; `raw`
+    itself for any other name. Reading raises OSError, EOFError or zlib.error for damage, and
+    DataError for a missing library or a decompression bomb (MOST_RATIO)."""
     if path.lower().endswith(".gz"):
         pieces = iter(partial(gzip.GzipFile(fileobj=raw).read1, READ_BYTES), b"")
     elif path.lower().endswith(".zst"):
@@ -50,7 +52,7 @@ def unpack(path: str, raw: io.BufferedReader) -> io.BufferedReader:
 
 
 def skip(file: BinaryIO, count: int) -> None:
-    """Skip `count` bytes of a newly opened file, by reading if it cannot seek."""
+    """Skip `count` bytes of a newly opened file; a file that cannot seek is read."""
     if file.seekable():
         file.seek(count)
         return
@@ -59,7 +61,7 @@ def skip(file: BinaryIO, count: int) -> None:
 
 
 def unpacked_size(path: str) -> int:
-    """Return the number of content bytes, by reading all of the content."""
+    """Return the number of decompressed bytes, which needs reading the whole file."""
     size = 0
     with open(path, "rb") as raw, unpack(path, raw) as file:
         while block := file.read(READ_BYTES):
@@ -68,7 +70,8 @@ def unpacked_size(path: str) -> int:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a packed file; DataError if it is too long for the packed bytes."""
+    """The content of a packed file; reading raises DataError if the content is too long for the
+    packed bytes."""
 
     def __init__(self, path: str, raw: BinaryIO, pieces: Iterator[bytes]) -> None:
         self._path, self._raw, self._pieces = path, raw, pieces
@@ -91,7 +94,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _of_frames(raw: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
-    """Yield the content of Zstandard frames in pieces. The library's own reader does not report a
+    """Yield the content of Zstandard frames in chunks. The library's own reader does not report a
     file that ends inside a frame."""
     frame, packed = None, b""
     while packed := packed or raw.read(_PACKED_BYTES):
@@ -115,8 +118,8 @@ def _library(path: str, name: str) -> ModuleType:
         raise DataError(f"reading '{path}' needs {package}: pip install {package}") from error
 
 
-TABLES = ("parquet", "csv", "tsv")  # layouts with column names at the beginning
-BATCH_ROWS = 1024  # rows of Parquet that are read at once
+TABLES = ("parquet", "csv", "tsv")  # file layouts that begin with column names
+BATCH_ROWS = 1024  # number of Parquet rows in one read
 _NAME = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?")
 
 
@@ -129,31 +132,31 @@ def layout_of_name(name: str) -> str | None:
 
 
 class Item(NamedTuple):
-    """A document or a part of it. text: str, or bytes that hold a JSON record."""
+    """A document or a part of it. text: a str, or the bytes of a JSON record."""
 
     text: str | bytes
     is_end: bool  # True if the document ends here
-    offset: int  # where reading continues: bytes of the unpacked file, rows of a table
-    line: int  # lines of the file so far; records for an array
-    bytes_read: int  # of this file, as stored on the disk
-    where: str  # for messages
+    offset: int  # where reading may continue: bytes of the unpacked file, or rows of a table
+    line: int  # number of lines read so far; in an array the number of records
+    bytes_read: int  # bytes read of the file as stored on the disk
+    where: str  # the place, for messages
 
 
 # ------------------------------------------------------------------------------------------------
 # JSON
 
-_BLANK = b" \t\r\n\xef\xbb\xbf"  # with the byte order mark
-# Characters between two elements of an array, before the first or behind the last.
+_BLANK = b" \t\r\n\xef\xbb\xbf"  # white space and the byte order mark
+# _GAP matches the characters between two elements of an array, before the first or behind the last.
 _GAP = re.compile(rb"[%b]*(\[?)[%b]*([,\]]?)[%b]*" % (_BLANK, _BLANK, _BLANK))
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[\[\]{}]', re.DOTALL)  # a string may be cut off
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[\[\]{}]', re.DOTALL)  # the end may cut off a string
 
 
-MAX_RECORD = 64 << 20  # bytes, without --max-record
+MAX_RECORD = 64 << 20  # most bytes of a record, unless --max-record is given
 
 
 def json_layout(path: str) -> str | None:
-    """Return the layout of records in a JSON file: "jsonl", one on each line, or "json", in one
-    array; None if the file begins like neither. Raises errors of reading the file."""
+    """Return the layout of a JSON file: "jsonl" for a record on each line, "json" for an array of
+    records, None if the file begins like neither. Raises the errors of reading the file."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         first = _next_byte(file)
         if first == b"[":
@@ -161,13 +164,13 @@ def json_layout(path: str) -> str | None:
         line = file.readline(MAX_RECORD)
         try:
             is_record = not first or isinstance(json.loads(first + line), dict)
-        except ValueError:  # the reader will report a line that is too long
+        except ValueError:  # `read_json` will report a line that is too long
             return "jsonl" if len(line) == MAX_RECORD and first == b"{" else None
         return "jsonl" if is_record else None
 
 
 def _next_byte(file: BufferedReader) -> bytes:
-    """Return the next byte that is not blank; b"" at the end."""
+    """Return the next byte that is not white space; b"" at the end."""
     while block := file.peek():
         text = block.lstrip(_BLANK)
         file.read(len(block) - len(text))
@@ -179,9 +182,9 @@ def _next_byte(file: BufferedReader) -> bytes:
 def read_json(
     path: str, layout: str, offset: int, line: int, max_record: int = MAX_RECORD
 ) -> Iterator[Item]:
-    """Yield the records as bytes. layout: the result of json_layout. offset, line: those of the
-    last Item read; 0 at first. max_record: bytes of a record; DataError for a longer record, which
-    is not read."""
+    """Yield the records of a JSON file as bytes. layout: the result of json_layout. offset, line:
+    the fields of the last Item that was read; 0 at first. max_record: most bytes of a record;
+    DataError for a longer record, which is not read."""
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         is_array = layout == "json"
@@ -199,7 +202,7 @@ def read_json(
 
 
 def too_long(where: str, max_record: int) -> DataError:
-    """Return the error for a record that has too many bytes."""
+    """Return the error for a record of more than max_record bytes."""
     return DataError(
         f"{where}: a record of more than {max_record:,} bytes: leave it out, or raise --max-record"
     )
@@ -208,7 +211,7 @@ def too_long(where: str, max_record: int) -> DataError:
 def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes, int]]:
     """Yield each line and the offset of its end. A line that is too long is cut, but stays longer
     than max_record."""
-    while text := file.readline(max_record + 3):  # with \r\n
+    while text := file.readline(max_record + 3):  # the 3 are \r\n and a byte too many
         offset += len(text)
         yield text, offset
 
@@ -216,11 +219,11 @@ def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes
 def elements(
     path: str, file: BinaryIO, offset: int, *, growing: bool = False, max_record: int = MAX_RECORD
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield the objects in an array, each with the offset of its end. offset: where `file` begins:
-    0, or such an end. growing: True if the array may stop anywhere, because it is still being
-    written. path: for messages. DataError if another thing begins, or an object has more than
-    max_record bytes."""
-    data, start = b"", 0  # bytes read last, and how many of them are finished
+    """Yield the objects in an array, each with the offset of the object's end. offset: where `file`
+    begins: 0, or an offset that was yielded before. growing: True if the array may stop anywhere
+    because another process still writes the file. path: the file's path for messages. Raises
+    DataError if an element is no object, or has more than max_record bytes."""
+    data, start = b"", 0  # the bytes of the last read, and the number of them that are done
     bracket, comma = (b"", b",") if offset else (b"[", b"")
     at_end = False
     while True:
@@ -249,7 +252,8 @@ def elements(
 
 
 def _end_of_object(data: bytes, start: int) -> int:
-    """Return the end of the object that begins at `start`; 0 if data does not hold the end."""
+    """Return the offset behind the object that begins at `start`; 0 if data does not hold the
+    object's end."""
     depth = 0
     for token in _TOKEN.finditer(data, start):
         byte = token[0][:1]
@@ -268,7 +272,7 @@ def _end_of_object(data: bytes, start: int) -> int:
 
 
 def column_names(path: str) -> list[str]:
-    """Return the names of a table's columns. Raises errors of reading the table."""
+    """Return the names of a table's columns. Raises the errors of reading the table."""
     if layout_of_name(path) != "parquet":
         with open(path, "rb") as raw:
             return _columns(path, _csv_rows(path, raw))
@@ -276,18 +280,20 @@ def column_names(path: str) -> list[str]:
 
 
 class Wanted(Protocol):
-    """Makes documents from records."""
+    """The interface of a caller that makes documents from records."""
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
-        """Return the fields to read, of the fields that exist. DataError for missing ones."""
+        """Return the fields to read, chosen from the existing fields `there`. Raises DataError for
+        missing fields."""
 
     def of(self, record: Mapping[str, Any], where: str) -> str | bytes:
-        """Return a document, empty for none. DataError, beginning with `where`, for bad values."""
+        """Return the document of a record; empty text if the record gives none. Raises DataError,
+        which begins with `where`, for bad values."""
 
 
 def read_table(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-    """Yield what `wanted` makes of each row, without empty documents. size: bytes of the file. row:
-    number of rows to skip."""
+    """Yield the document that `wanted` makes of each row, without empty documents. size: bytes of
+    the file. row: number of rows to skip."""
     columns = partial(wanted.columns, where=f"'{path}'")
     for number, read, record in _rows(path, columns, size, row):
         where = f"{path}: row {number}"
@@ -296,7 +302,7 @@ def read_table(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]
 
 
 def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of a table as JSON's types, each with its place for messages."""
+    """Yield the rows of a table as JSON types, each with its place for messages."""
     for number, _, record in _rows(path, list, 0, 0):
         yield record, f"{path}: row {number}"
 
@@ -305,9 +311,9 @@ def _rows(
     path: str, choose: Callable[[list[str]], Sequence[str]], size: int, row: int
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield each row's number from 1, the bytes read of the file, and the row's columns. choose:
-    gets the columns' names before the first row; Parquet reads the columns that it returns. size:
-    bytes of the file. row: number of rows to skip; Parquet does not read whole skipped row
-    groups."""
+    function of the columns' names that returns the columns to read; called before the first row.
+    size: bytes of the file. row: number of rows to skip; whole row groups of Parquet are skipped
+    without reading."""
     if layout_of_name(path) == "parquet":
         yield from _parquet_rows(path, choose, size, row)
         return
@@ -325,13 +331,13 @@ def _rows(
 
 
 def _csv_rows(path: str, raw: BinaryIO) -> Iterator[list[str]]:
-    """Yield the column names, then the values of each row, without blank lines. The separator is a
-    tab in TSV, in CSV the most frequent in the first line of comma, semicolon and tab."""
+    """Yield the column names, then the values of each row that is not blank. The separator of TSV
+    is a tab; in CSV it is the comma, semicolon or tab that the first line has most often."""
     with unpack(path, raw) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         try:
             first = text.readline()
             between = "\t" if layout_of_name(path) == "tsv" else max(",;\t", key=first.count)
-            csv.field_size_limit(1 << 30)  # a text may be longer than the library's 128 KiB
+            csv.field_size_limit(1 << 30)  # the library's limit of 128 KiB is too short for texts
             lines = (line for part in ([first], text) for line in part)
             yield from filter(None, csv.reader(lines, delimiter=between, strict=True))
         except csv.Error as error:
@@ -355,7 +361,7 @@ def _parquet_rows(
         file = _library(path, "pyarrow.parquet").ParquetFile(path)
         rows = file.metadata.num_rows
         columns = [*choose(file.schema_arrow.names)]
-        first = 0  # row of the group
+        first = 0  # number of the first row in the row group
         for group in range(file.num_row_groups):
             end = first + file.metadata.row_group(group).num_rows
             number = first
@@ -373,11 +379,12 @@ def _parquet_rows(
 
 
 # ------------------------------------------------------------------------------------------------
-# The content of one record of JSON
+# The content of one JSON record
 
 
 def json_record(line: bytes, where: str) -> dict[str, Any]:
-    """Return the parsed record. DataError, beginning with `where`, if it is no JSON object."""
+    """Return the object in a line of JSON. Raises DataError, which begins with `where`, if the line
+    is no JSON object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -392,13 +399,13 @@ HALVES = "half a character (a lone surrogate) in a text, for which U+FFFD stands
 
 
 def whole_characters(text: str, line: str | bytes) -> str:
-    """Return the text with U+FFFD for lone surrogates, which JSON in bytes can hold. line: the
-    source of the text."""
+    """Return the text with U+FFFD for lone surrogates, which JSON in bytes can hold. line: the JSON
+    from which the text was parsed."""
     may_hold = isinstance(line, bytes) and b"\\ud" in line.lower()
     return mended(text) if may_hold else text
 
 
 def mended(text: str) -> str:
-    """Return the text with U+FFFD for half characters (lone surrogates), which UTF-8 cannot
+    """Return the text with U+FFFD for lone surrogates (halves of a UTF-16 pair), which UTF-8 cannot
     hold."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

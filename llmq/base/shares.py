@@ -1,4 +1,4 @@
-"""Shares of a step: how many of its micro-batches each rank computes."""
+"""The share of a rank is the number of a step's micro-batches that the rank computes."""
 
 import re
 from collections.abc import Sequence
@@ -6,12 +6,13 @@ from heapq import heapify, heapreplace
 from typing import Any
 
 EQUAL, AUTO = "equal", "auto"
-"""Values of --share: the same number of micro-batches for each rank, or numbers by measured
-rates."""
+"""The words for --share: EQUAL gives each rank the same number of micro-batches, AUTO a number by
+measured rates."""
 
 
 def parse_share(value: Any) -> str:
-    """Parse EQUAL, AUTO, or a positive number for each GPU, such as 3:2. ValueError otherwise."""
+    """Parse EQUAL, AUTO, or positive numbers for all GPUs, such as 3:2. Raises ValueError for any
+    other text."""
     text = str(value).lower()
     numbers = re.fullmatch(r"\d+(\.\d+)?(:\d+(\.\d+)?)+", text)
     if text in (EQUAL, AUTO) or (numbers and min(map(float, text.split(":"))) > 0):
@@ -21,8 +22,8 @@ def parse_share(value: Any) -> str:
 
 def apportion(total: int, rates: Sequence[float]) -> list[int]:
     """Divide `total` micro-batches, at least one for each rank, so that the slowest rank ends as
-    early as possible. rates: number of micro-batches that each rank computes in the same time. Each
-    micro-batch goes to the rank that would end it first; of several such ranks to the first."""
+    early as possible. rates: the number of micro-batches that each rank computes in equal time.
+    Each micro-batch goes to the rank that would finish it earliest; ties go to the lower rank."""
     shares = [1] * len(rates)
     ends = [(2 / rate, rank) for rank, rate in enumerate(rates)]
     heapify(ends)
@@ -34,5 +35,5 @@ def apportion(total: int, rates: Sequence[float]) -> list[int]:
 
 
 def shown(shares: Sequence[float]) -> str:
-    """Shares as --share spells them, such as 3:2."""
+    """Return shares as --share spells them, such as 3:2."""
     return ":".join(f"{share:g}" for share in shares)

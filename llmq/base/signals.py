@@ -1,4 +1,4 @@
-"""Signals that ask a run to end, and their effect on running work."""
+"""Signals ask a run to end or to save a checkpoint."""
 
 import ctypes
 import os
@@ -9,14 +9,15 @@ from contextlib import contextmanager, suppress
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return SIGINT, SIGTERM and, unless it is ignored as under nohup, SIGHUP."""
+    """Return SIGINT, SIGTERM and SIGHUP; the last only if the process does not ignore SIGHUP, as
+    nohup makes it do."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; its state is saved. signum: the signal. Not a
-    KeyboardInterrupt, which the command-line parser would turn into the status of Ctrl-C."""
+    """A signal asked the run to end; the run's state is saved. signum: the signal. The class is not
+    a KeyboardInterrupt, which the command-line parser would turn into the exit status of Ctrl-C."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -24,19 +25,19 @@ class Interrupted(BaseException):
 
 
 class OutOfTime(BaseException):
-    """A run ended before its last step because its time was over; its state is saved."""
+    """A run ended before its last step because its time limit was over; its state is saved."""
 
-    STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may be repeated later
+    STATUS = 75  # EX_TEMPFAIL of sysexits.h: the user may repeat the same command later
 
 
 class SaveSignal:
-    """Notes SIGUSR1, which asks for a checkpoint, during a `with` block."""
+    """Records SIGUSR1, which asks for a checkpoint, during a `with` block."""
 
     def __init__(self) -> None:
         self._asked, self._before = False, None
 
     def taken(self) -> bool:
-        """True if a signal came since the last call."""
+        """Return True if a signal came since the last call."""
         asked, self._asked = self._asked, False
         return asked
 
@@ -50,16 +51,17 @@ class SaveSignal:
         self._asked = True
 
 
-# Environment variable of a run whose parent passes signals on: the start of this, by
-# time.monotonic(), which all processes of a machine share.
+# A parent that passes signals on sets this environment variable to its start by time.monotonic(), a
+# clock that all processes of a machine share.
 SUPERVISED = "LLMQ_SUPERVISED"
-PASSED_ON = 1.0  # seconds in which the parent passes on a signal that all processes got
+# seconds in which the parent may pass on a signal that all processes have already got
+PASSED_ON = 1.0
 
 
 class FirstSignal:
-    """Keeps the first ending signal in `signum`; a second one acts as usual. Exceptions are SIGHUP,
-    which a shell and the system each send, and signals passed on by a parent, which may have
-    reached all processes."""
+    """Keeps the first ending signal in `signum`; a second signal has its usual effect. A second
+    SIGHUP is ignored, because a shell and the system each send one. If a parent passes signals on,
+    every second signal within PASSED_ON seconds is ignored."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -90,9 +92,9 @@ class FirstSignal:
 
 
 def signal_from_parent(signum: int) -> None:
-    """Have Linux send this signal to this process when its parent dies."""
+    """Ask Linux to send this signal to this process when its parent dies."""
     PR_SET_PDEATHSIG = 1
-    with suppress(OSError, AttributeError):  # only Linux has it
+    with suppress(OSError, AttributeError):  # only Linux has prctl
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 

@@ -1,4 +1,5 @@
-"""The inputs of a step on the device, and the declaration of inputs beside tokens and targets."""
+"""The inputs of a training step on the device, and the declaration of inputs other than tokens and
+targets."""
 
 from collections.abc import Mapping
 from math import prod
@@ -12,23 +13,26 @@ from llmq.base.tensor import Tensor
 TOKEN, TARGET, ROW = "token", "target", "row"
 
 PAIRS = "pairs"
-"""Sidecar of pairs of documents: for each token 1 + the first position of the other document."""
+"""Sidecar (data stored beside tokens) of document pairs: for each token 1 + the first position of
+the other document."""
 SCORES = "scores"
-"""Sidecar of `.scores` files, in the folder of --scores (`llmq/data/scores.py`)."""
+"""Sidecar of scores: `.scores` files in the folder of --scores (`llmq/data/scores.py`)."""
 WEIGHTS = "weights"
-"""Sidecar of messages' weights, which token files hold behind their tokens."""
+"""Sidecar of messages' weights, which a token file holds behind its tokens."""
 ARRAYS = "arrays"
-"""Sidecar `FILE.NAME.npy` beside the token file FILE.bin, an element for each of its tokens."""
+"""Sidecar of an array: `FILE.NAME.npy` beside the token file FILE.bin has an element for each
+token."""
 
 
 class Input(NamedTuple):
-    """An array of each micro-batch that a loss or an architecture reads beside tokens and targets.
+    """An array that a loss or an architecture reads for each micro-batch, beside tokens and
+    targets.
 
-    name: key in `Batch.named` and `StepInputs.named`. dtype: the elements' format. shape: shape of
-    one element, () for a number. per: TOKEN or TARGET: an array (B, T, *shape); ROW: an array (B,
-    *shape). From token files, TOKEN gets the input token's element, and TARGET the element of the
-    token to predict, 0 where masked. sidecar: the part of token files that has the elements; None:
-    only the caller of `Trainer.step` can bring the array.
+    name: the key in `Batch.named` and `StepInputs.named`. dtype: the elements' format. shape: shape
+    of one element; () for a number. per: TOKEN or TARGET for an array (B, T, *shape), ROW for an
+    array (B, *shape); B sequences have T tokens. Read from token files, TOKEN takes the element of
+    the input token, and TARGET the element of the token to predict, 0 where masked. sidecar: the
+    sidecar that holds the elements; None: only the caller of `Trainer.step` can pass the array.
     """
 
     name: str
@@ -39,29 +43,29 @@ class Input(NamedTuple):
 
     @property
     def in_files(self) -> bool:
-        """True if token files may have the input."""
+        """True if token files can hold the input in a sidecar."""
         return self.sidecar is not None
 
     def batch_shape(self, B: int, T: int) -> tuple[int, ...]:
-        """Return the shape of a micro-batch's array."""
+        """Return the shape of the array for B sequences of T tokens."""
         return (B, *self.shape) if self.per == ROW else (B, T, *self.shape)
 
     def words(self, B: int, T: int) -> int:
-        """Return the number of 4-byte words of a micro-batch's array."""
+        """Return the number of 4-byte words of the array for B sequences of T tokens."""
         return -(-prod(self.batch_shape(B, T)) * self.dtype.itemsize // 4)
 
     def zeros(self, B: int, T: int) -> np.ndarray:
-        """Return a micro-batch's array of zeros."""
+        """Return an array of zeros for B sequences of T tokens."""
         return np.zeros(self.batch_shape(B, T), self.dtype.numpy)
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a micro-step on the device.
+    """The inputs of a micro-step on the device, for B sequences of T tokens.
 
-    tokens: I32 (B, T). targets: I32 (B, T), negative if masked; None if no loss is computed.
-    first_key: I32 (B, T), the first position that each query sees, where its document starts
-    (`Batch.starts`); None: 0 everywhere. named: inputs that the loss and the architecture declare
-    (`Input`), by name; empty for scoring and generation.
+    tokens: the token ids, I32 (B, T). targets: the ids to predict, I32 (B, T), negative if masked;
+    None if no loss is computed. first_key: I32 (B, T), the start of each query's document
+    (`Batch.starts`), before which the query sees no key; None: 0 everywhere. named: inputs that the
+    loss and the architecture declare (`Input`), by name; empty for scoring and generation.
     """
 
     tokens: Tensor

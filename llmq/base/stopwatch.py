@@ -1,4 +1,5 @@
-"""Seconds of the parts of a run's start, from the first module to the end of the first step."""
+"""The stopwatch measures the parts of a run's start in seconds, from the first import to the end of
+the first step."""
 
 import threading
 import time
@@ -9,8 +10,8 @@ OTHER = "other"
 
 
 class Stopwatch:
-    """Seconds of named parts of the main thread's work. Time within a part inside another part
-    counts for the inner part alone, time outside of parts for OTHER."""
+    """Measures seconds of named parts of the main thread's work. Time within a nested part counts
+    for the inner part alone, and time outside of all parts counts for OTHER."""
 
     def __init__(self) -> None:
         self._open, self._seconds = [OTHER], dict[str, float]()
@@ -19,8 +20,8 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure the `with` block as a part of the work. No effect in other threads, or after the
-        last `take`."""
+        """Count the time of the `with` block for the part `name`. The call has no effect in other
+        threads or after the last `take`."""
         if not self.running or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -38,8 +39,8 @@ class Stopwatch:
         self._last = now
 
     def take(self, *, last: bool = False) -> dict[str, float]:
-        """Return the seconds by name since the last call, the most first; {} once it has stopped.
-        last: stop."""
+        """Return the seconds of each part since the last call, longest first; {} if the stopwatch
+        has stopped. last: True to stop the stopwatch."""
         if not self.running:
             return {}
         self._count()
@@ -48,4 +49,4 @@ class Stopwatch:
 
 
 START = Stopwatch()
-"""The start of this process."""
+"""The stopwatch of this process's start."""

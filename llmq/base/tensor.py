@@ -1,6 +1,6 @@
-"""Tensors, contiguous typed pieces of an arena, and tiers, the kinds of memory.
+"""A tensor is a contiguous typed range of an arena; a tier is a kind of memory.
 
-Only this module knows which parts of a machine can access a tier.
+Only this module says which processors and copies can access a tier.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from llmq.base.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A kind of memory. on_host: True if it lies beside the device, behind the bus, so that an
-    update has to move its content. direct: True if kernels and collectives work in it; otherwise
-    only copies reach it. in_ram: True if its bytes are the machine's memory. cached: True if the
-    CPU reads it at full speed. align: alignment of tensors in bytes; 256 is enough for cuBLASLt,
-    cuDNN and 16-byte vector accesses."""
+    """A kind of memory. on_host: True if the memory lies on the host, so that an update has to copy
+    its content to the device. direct: True if kernels and collectives can access the memory; False
+    if only copies can. in_ram: True if the memory is the machine's RAM. cached: True if the CPU
+    reads the memory at full speed. align: alignment of tensors in bytes; 256 is enough for
+    cuBLASLt, cuDNN and 16-byte vector accesses."""
 
     name: str
     on_host: bool = True
@@ -30,31 +30,33 @@ class Tier:
     align: int = 256
 
     def memory(self, nbytes: int) -> np.ndarray:
-        """Return bytes of this kind, uint8 (nbytes,), for a device that is the CPU."""
+        """Return memory of this tier as uint8 (nbytes,), for a device that is the CPU."""
         return np.empty(nbytes, np.uint8)
 
 
 DEVICE = Tier("device", on_host=False, in_ram=False)
 PINNED = Tier("pinned")
-WRITE_COMBINED = Tier("write_combined", cached=False)  # fast for GPUs
-# Scratch files, see runtime/files.py: direct I/O needs whole blocks of the file system.
+# GPUs copy from it fast; the CPU reads it slowly
+WRITE_COMBINED = Tier("write_combined", cached=False)
+# SSD is the tier of scratch files (runtime/files.py); direct I/O needs whole blocks of the file
+# system.
 SSD = Tier("ssd", direct=False, in_ram=False, align=4096)
 TIERS = {tier.name: tier for tier in (DEVICE, PINNED, WRITE_COMBINED, SSD)}
-"""Tiers by name. A device has an arena in each tier, and its stack in its own memory."""
+"""The tiers by name. A device has an arena in each tier, and a stack in its own memory."""
 
 
 def host_tiers() -> list[str]:
-    """Return the names of the tiers in the machine's memory beside the device."""
+    """Return the names of the tiers in the host's RAM."""
     return [name for name, tier in TIERS.items() if tier.on_host and tier.in_ram]
 
 
-POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses
+POINTER_ALIGN = 16  # bytes, because kernels read 16 bytes at a time
 
 
 class Storage:
-    """One allocation. place: "stack", or the name of a tier. base: address of the first byte, 0 on
-    the plan device. bytes: uint8 view of the allocation; None if the host has no access. tier: the
-    memory's Tier."""
+    """One allocation of memory. place: "stack", or the name of a tier. base: address of the first
+    byte, 0 on the plan device. bytes: uint8 view of the allocation; None if the host cannot access
+    the memory. tier: the Tier of the memory."""
 
     __slots__ = ("base", "bytes", "place", "tier")
 
@@ -66,9 +68,9 @@ class Storage:
 
 
 class Tensor:
-    """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
-    ptr: address of the first element. on_host, direct: as in the storage's Tier. kind: all
-    properties that declarations of kernel arguments check."""
+    """A contiguous array of one dtype inside a storage. Copies of the Tensor object share the
+    memory. ptr: address of the first element. on_host, direct: copied from the storage's Tier.
+    kind: all properties that declarations of kernel arguments check."""
 
     __slots__ = (
         "_array", "direct", "dtype", "kind", "name", "nbytes", "offset", "on_host", "ptr", "shape",
@@ -91,7 +93,8 @@ class Tensor:
         self._array: np.ndarray | None = None
 
     def numpy(self) -> np.ndarray:
-        """Return the elements as a NumPy view in place; only if the host can read the storage."""
+        """Return the elements as a NumPy view without a copy; possible only if the host can read
+        the storage."""
         if self._array is None:
             if self.storage.bytes is None:
                 raise RuntimeError(f"{self!r} is not readable by the host")
@@ -108,15 +111,15 @@ class Tensor:
         return Tensor(self.name, shape, self.dtype, self.storage, self.offset)
 
     def view_as(self, dtype: DType, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return the first bytes as a tensor of another dtype and this shape. shape: None: all
-        bytes in this tensor's shape, for a dtype of equal size."""
+        """Return the first bytes as a tensor of another dtype and this shape. shape: the new shape;
+        None: this tensor's shape, for a dtype of equal size."""
         view = Tensor(self.name, shape or self.shape, dtype, self.storage, self.offset)
         if view.nbytes > self.nbytes or (shape is None and view.nbytes != self.nbytes):
             raise ValueError(f"view_as: {self!r} does not have the bytes of {view!r}")
         return view
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the first dimension."""
+        """Return the elements [start, stop) of the first dimension."""
         if not 0 <= start < stop <= self.shape[0]:
             raise ValueError(f"rows: [{start}, {stop}) is outside of {self!r}")
         row_bytes = self.nbytes // self.shape[0]
@@ -128,11 +131,12 @@ class Tensor:
 
 
 class Accumulator(NamedTuple):
-    """Target of a parameter's gradient, which is written or added to it.
+    """The tensor to which a kernel writes or adds a parameter's gradient.
 
-    tensor: the gradient, F32 or BF16. accumulate: True to add to the tensor, False to overwrite it.
-    scalars: I32 (16,), the step's StepScalars. salt: distinguishes this tensor's random numbers.
-    Adding to a BF16 gradient rounds stochastically, per element; everything else rounds to nearest.
+    tensor: the gradient tensor, F32 or BF16. accumulate: True to add to the tensor, False to
+    overwrite it. scalars: I32 (16,), the step's StepScalars. salt: number that gives this tensor
+    random numbers of its own. A sum in a BF16 gradient is rounded stochastically, each element by
+    itself; any other result is rounded to nearest.
     """
 
     tensor: Tensor

@@ -1,6 +1,6 @@
-"""A process for foreign code such as chat templates and tokenizers.
+"""A worker is a process that runs foreign code such as chat templates and tokenizers.
 
-Each item may use limited processor time and memory, and no failure ends another process.
+Each item has limits of processor time and memory, and a failing item ends no other process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of an item. seconds: processor time; each 100 kB of the item add one second.
-    memory: bytes beyond the memory of the idle process. memory_per_byte: further bytes per byte of
-    the item. flag: the option that raises `seconds`; "" for none. threads: True lets the tokenizers
+    """The limits of one item, such as a document. seconds: seconds of processor time; each 100 kB
+    of the item add one second. memory: bytes that may be used beyond the memory of the idle
+    process. memory_per_byte: further bytes of memory allowed per byte of the item. flag: the option
+    that raises `seconds`; "" if there is no such option. threads: True to let the tokenizers
     library use several threads."""
 
     seconds: float = 10.0
@@ -44,21 +45,22 @@ class Bounds:
 
 
 class BoundsError(DataError):
-    """A foreign tokenizer or template exceeds its bounds, or has ended its process."""
+    """A foreign tokenizer or template has exceeded its bounds or ended its process."""
 
 
 def forks() -> bool:
-    """True if a worker is a fork, which shares all loaded modules at once; False with other
-    threads, which may hold locks."""
+    """True if a worker is forked, which is fast because all loaded modules are shared; False if
+    this process has other threads, which may hold locks."""
     return threading.active_count() == 1 and sys.platform == "linux"
 
 
 class Worker:
-    """A process that answers one task after another by `answer(task, begin)`. `answer` calls
-    begin(n, size) before it reads item n of a task, of `size` bytes."""
+    """A process that computes `answer(task, begin)` for each task sent. `answer` calls begin(n,
+    size) before it reads item n of a task; the item has `size` bytes."""
 
     def __init__(self, make: Callable[[], Answer], bounds: Bounds) -> None:
-        """make: called in the process; must be picklable if this process has several threads."""
+        """make: function that the worker's process calls to get `answer`; it must be picklable if
+        this process has several threads."""
         context = multiprocessing.get_context("fork" if forks() else "spawn")
         self.bounds = bounds
         self.connection, child_end = context.Pipe()
@@ -67,22 +69,25 @@ class Worker:
             target=_serve, args=(make, bounds, child_end, self._item), daemon=True
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # BLAS's threads hold no lock
+            # the threads that make fork warn belong to BLAS and hold no lock
+            warnings.simplefilter("ignore", DeprecationWarning)
             with _without_script():
                 self._process.start()
         child_end.close()
-        # Workers ignore the signal by which Python ends leftover processes, so this runs before.
+        # Workers ignore the signal by which Python ends leftover processes, so this finalizer runs
+        # before Python's.
         self._at_end = Finalize(self, _end, (self._process, self.connection), exitpriority=1)
 
     def send(self, task: Any, places: Sequence[str]) -> None:
-        """Send a task. places: names of the places of the task's items, for messages."""
+        """Send a task to the process. places: the place of each of the task's items, for
+        messages."""
         self._places, self._item.value = places, -1
-        with contextlib.suppress(OSError):  # the process has ended, which `result` reports
+        with contextlib.suppress(OSError):  # `result` reports that the process has ended
             self.connection.send(task)
 
     def result(self) -> Any:
-        """Return the worker's answer to the task. DataError, with the item's place, if an item
-        failed."""
+        """Return the worker's answer to the task. Raises DataError, with the item's place, if an
+        item failed."""
         try:
             value, error = self.connection.recv()
         except (EOFError, OSError):
@@ -100,7 +105,7 @@ class Worker:
         return BoundsError(f"{place}: {problem}" if place else problem)
 
     def close(self) -> None:
-        """End the process, even in the middle of a task."""
+        """End the process, even while a task is running."""
         self._at_end()
 
 
@@ -112,7 +117,7 @@ def _end(process: BaseProcess, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def _without_script() -> Iterator[None]:
-    """Keep a spawned process from running the user's script: workers need nothing of the script."""
+    """Keep a spawned process from running the user's main script, which no worker needs."""
     main = vars(sys.modules["__main__"])
     saved = {name: main[name] for name in ("__spec__", "__file__") if name in main}
     main |= {"__spec__": None, "__file__": None}
@@ -128,8 +133,8 @@ Answer = Callable[[Any, Begin], Any]
 
 
 def in_worker(fn: Callable[[], T], what: str, bounds: Bounds) -> T:
-    """Return the result of fn() in a process of its own. DataError, beginning with `what`, if it
-    fails."""
+    """Return the result of fn() called in a new process. Raises DataError, which begins with
+    `what`, if fn fails."""
     worker = Worker(partial(_once, fn), bounds)
     try:
         worker.send(None, [what])
@@ -143,7 +148,7 @@ def _once(fn: Callable[[], T]) -> Answer:
 
 
 def _why(status: int | None, bounds: Bounds) -> str:
-    """Return why a process has ended with this status."""
+    """Return the reason why a process has ended with this status."""
     if status == -signal.SIGXCPU:
         return (
             f"it took more than {bounds.seconds:g} s of processor time: leave the record out, use "
@@ -161,16 +166,16 @@ def _why(status: int | None, bounds: Bounds) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# In the process
+# Functions of the worker's process
 
 
 def _serve(make: Callable[[], Answer], bounds: Bounds, connection: Connection, item: Any) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # the parent handles these
+        signal.signal(signum, signal.SIG_IGN)  # the parent handles these signals
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = str(bounds.threads).lower()
-    os.environ.setdefault("RAYON_NUM_THREADS", "8")  # each reserves memory
-    with open(os.devnull, "wb") as null:  # failing libraries write long reports
+    os.environ.setdefault("RAYON_NUM_THREADS", "8")  # each thread reserves memory
+    with open(os.devnull, "wb") as null:  # failing libraries write long reports to standard error
         os.dup2(null.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(bounds.memory)
@@ -201,7 +206,8 @@ def _fail(error: Exception, task: Any, begin: Begin) -> None:
 
 
 def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | str | None]:
-    """Return the answer, or an error: one of ours, or text on what is wrong with the item."""
+    """Return (answer, None), or (None, error): an LlmqError, or text that says why the item
+    fails."""
     try:
         return answer(task, begin), None
     except LlmqError as error:
@@ -213,12 +219,13 @@ def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | 
         )
     except (OSError, RecursionError, OverflowError) as error:
         return None, error
-    except Exception:  # a bug, shown by the parent
+    except Exception:  # an unexpected exception is a bug, which the parent shows
         return None, RuntimeError(traceback.format_exc())
 
 
 def _limit_memory(more: int) -> None:
-    """Set the limit, if the system tells how much memory this process uses."""
+    """Limit the process's memory to its present use plus `more` bytes, if the system reports the
+    use."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + more
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]

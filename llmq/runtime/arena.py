@@ -1,4 +1,5 @@
-"""Bump arenas and a named LIFO stack: every byte of the trainer, counted by category."""
+"""Bump arenas, and a stack of named tensors freed in reverse order; together they hold all memory
+of the trainer and count its bytes by category."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ def align_up(n: int, multiple: int = ALIGN) -> int:
 
 
 class Arena:
-    """Hands out memory, one tensor behind the other. capacity: bytes; None: the arena only counts,
-    for a plan. used: bytes in use. high_water_mark: the most bytes ever in use."""
+    """An arena hands out consecutive tensors of one allocation. capacity: most bytes; None: the
+    arena only counts, for a plan. used: bytes in use. high_water_mark: the most bytes that were
+    ever in use."""
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage
@@ -30,7 +32,7 @@ class Arena:
         self.tensors: list[tuple[str, Tensor]] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: DType, category: str) -> Tensor:
-        """Return a new tensor of this shape, counted under the category."""
+        """Return a new tensor of this shape; its bytes count under the category."""
         tensor = Tensor(name, shape, dtype, self.storage, self.used)
         padded = self._padded(tensor)
         if self.capacity is not None and self.used + padded > self.capacity:
@@ -49,8 +51,8 @@ class Arena:
 
     @contextmanager
     def over(self, start: int) -> Iterator[None]:
-        """Within the block, take tensors from byte `start` on, in memory that is already in use.
-        After the block, new and old tensors share this memory, and may be used in turn."""
+        """Within the `with` block, take tensors from byte `start` on, although that memory is in
+        use. After the block, old and new tensors share this memory and must be used by turns."""
         before, peak, capacity = self.used, self.high_water_mark, self.capacity
         tensors, categories = self.tensors, self.categories
         self.tensors, self.categories = [], defaultdict(int)
@@ -71,8 +73,9 @@ class Arena:
 
 
 class Stack:
-    """Memory that lives within a step: named tensors, freed in reverse order. high_water_tensors:
-    (name, bytes) of each tensor that was live when the most memory was in use."""
+    """A stack holds named tensors that live within a step and are freed in reverse order.
+    high_water_tensors: (name, bytes) of each tensor that was live when the most bytes were in
+    use."""
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage
@@ -83,7 +86,8 @@ class Stack:
         self.high_water_tensors: list[tuple[str, int]] = []
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Scratch:
-        """Return a tensor that lives as long as its `with` block. Its content is undefined."""
+        """Return a tensor that lives as long as its `with` block. The tensor's content is
+        undefined."""
         return Scratch(self, name, shape, dtype)
 
     def push(self, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
@@ -111,8 +115,8 @@ class Stack:
 
 
 class Scratch:
-    """The `with` block of a tensor on a stack. Not a generator: plans open hundreds of thousands of
-    such blocks, and generators are slower."""
+    """A context manager of a tensor on a stack. The class replaces a generator, because plans enter
+    hundreds of thousands of these blocks and generators are slower."""
 
     __slots__ = ("_args", "_stack", "_tensor")
 

@@ -1,10 +1,12 @@
-"""Attention: the keys that a query sees, the kernels' tiles, and backward's parts of heads.
+"""Attention's masks, the kernels' tiles, and the division of the heads over several calls of
+backward.
 
 The workspace of cuDNN's backward grows with the square of the sequence length, for every query head
-of one call (`llmq.runtime.cudnn.backward_workspace_bytes`). With more parts than sequences, a call
-computes some heads of one sequence. Up to one part per key/value head, a call computes whole
-key/value heads with all their query heads. More parts split the query heads of each key/value head,
-and the calls' gradients of this key/value head are added up.
+of one call (`llmq.runtime.cudnn.backward_workspace_bytes`). Sequences and heads are therefore
+divided into parts, one for each call; with more parts than sequences, a call computes some heads of
+one sequence. If there is at most one part per key/value head, a call computes whole key/value heads
+with all their query heads. More parts split the query heads of each key/value head, and the
+gradients from several calls are added up.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ def sees_all_before(window: int | None, seq_len: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """The keys, up to its own, that each query sees, in all attention kernels. starts: I32 (B, T),
-    the first position of each token's document, non-decreasing in a row; None: each row is one
-    document. window: number of keys that a query sees, its own included; None: all."""
+    """The mask of all attention kernels: each query sees keys up to its own position, perhaps
+    fewer. starts: I32 (B, T), the first position of each token's document, non-decreasing in a row;
+    None: each row is one document. window: number of keys that a query sees, including the key at
+    its own position; None: all."""
 
     starts: Tensor | None = None
     window: int | None = None
 
     def within(self, op: str, seq_len: int, backends: tuple[str, ...]) -> AttentionMask:
-        """Return the mask without a window that hides nothing. ValueError if the mask is
-        invalid."""
+        """Return the mask, with window=None if the window hides no key. Raises ValueError if the
+        mask is invalid."""
         if self.starts is not None and "cudnn" in backends:
             raise ValueError(f"{op}: the cudnn backend knows no documents within a sequence")
         if self.window is not None and self.window < 1:
@@ -58,9 +61,9 @@ class AttentionMask:
         )
 
     def pairs(self, seq_len: int) -> int:
-        """Return twice the number of (query, key) pairs in a sequence; a query with its own key
-        counts as half a pair. Pairs that documents hide count too: a plan does not know the
-        documents."""
+        """Return twice the number of (query, key) pairs in a sequence; the pair of a query with the
+        key at its own position counts half. Pairs hidden by document boundaries count too, because
+        a plan does not know the documents."""
         window = seq_len if self.window is None else self.window
         return window * (2 * seq_len - window)
 
@@ -70,8 +73,8 @@ ALL = AttentionMask()
 
 
 class HeadGroup(NamedTuple):
-    """The heads that one call computes: `count` query heads from `first` on, and `kv_count`
-    key/value heads from `first_kv` on."""
+    """The heads that one call computes: `count` query heads starting at `first`, and `kv_count`
+    key/value heads starting at `first_kv`."""
 
     first: int
     count: int
@@ -84,19 +87,19 @@ class HeadGroup(NamedTuple):
 
 
 def split(batch: int, chunks: int) -> tuple[int, int]:
-    """Return the number of sequences computed at a time, and the number of parts of a sequence's
-    heads."""
+    """Return the number of sequences that one call computes, and the number of parts into which a
+    sequence's heads are divided."""
     return ceil_div(batch, chunks), ceil_div(chunks, batch)
 
 
 def splits_query_heads(num_kv_heads: int, parts: int) -> bool:
-    """True if this number of parts splits the query heads of one key/value head."""
+    """True if this number of parts splits the query heads of a key/value head."""
     return parts > num_kv_heads
 
 
 def head_groups(num_heads: int, num_kv_heads: int, parts: int) -> list[HeadGroup]:
-    """Return at least `parts` groups of a sequence's heads. Group sizes differ by one at most.
-    parts: at most num_heads."""
+    """Return groups of a sequence's heads, at least `parts` of them. The sizes of groups differ by
+    at most one head. parts: a number up to num_heads."""
     group = num_heads // num_kv_heads
     if not splits_query_heads(num_kv_heads, parts):
         spans = _spans(num_kv_heads, parts)
@@ -115,8 +118,8 @@ def _spans(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def divisions(batch: int, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Return useful numbers of parts, ascending: divisors of the batch size, then its multiples.
-    With each number, a call computes fewer heads than with the number before."""
+    """Return numbers of parts worth trying, ascending: divisors of the batch size, then multiples
+    of the batch size. Each number makes the heads of a call fewer than the number before."""
     numbers = [n for n in range(1, batch + 1) if batch % n == 0]
     heads = num_heads
     for parts in range(2, num_heads + 1):
@@ -128,17 +131,17 @@ def divisions(batch: int, num_heads: int, num_kv_heads: int) -> list[int]:
     return numbers
 
 
-# Most bytes of tiles per block if two blocks share a multiprocessor's 100 KiB of shared memory:
-# half of it, less 1024 bytes for the driver and 256 bytes for the kernel's other data.
+# HALF_SHARED is the largest tile memory of a thread block if two blocks share a multiprocessor's
+# 100 KiB: half of it, less 1024 bytes for the driver and 256 bytes for other data of the kernel.
 HALF_SHARED = (50 << 10) - 1024 - 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiling of a kernel's work. A thread block owns `own` rows (queries in forward, keys or
-    queries in backward) and walks over the other side in steps of `step` rows. shared: bytes of
-    dynamic shared memory. stages: number of steps whose rows are in shared memory at once.
-    split_keys: True if different blocks compute dK and dV."""
+    """The tiling of an attention kernel. A thread block owns `own` rows (queries in forward, keys
+    or queries in backward) and visits the rows of the other kind in steps of `step` rows. shared:
+    bytes of dynamic shared memory. stages: number of steps whose rows lie in shared memory at the
+    same time. split_keys: True if different thread blocks compute dK and dV."""
 
     own: int
     step: int
@@ -162,26 +165,27 @@ def _row_bytes(head_dim: int) -> int:
 def forward_tiles(
     dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
 ) -> Tiles:
-    """Return the tiles of attention_forward: shared memory holds the queries and one step's keys
-    and values. masked, small_shared: see compile_consts."""
+    """Return the tiles of attention_forward, whose shared memory holds the queries and the keys and
+    values of one step. masked, small_shared: see compile_consts."""
     head_dim = in_tiles(head_dim)
     large, shares = head_dim > 128, head_dim > 256
     if dtype == F32:
         own, step = (16, 16) if shares else (32, 16) if large else (64, 32)
         return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
-    # With 32 queries, a warp uses each key fragment that it reads from shared memory twice. Larger
-    # heads leave registers for fewer scores, and then for fewer queries.
+    # With 32 queries, a warp uses each key fragment that was read from shared memory twice. Larger
+    # heads leave fewer registers for scores, and therefore have fewer queries.
     own = 64 if large else 128
     step = 16 if shares and small_shared else 64 if head_dim <= (64 if masked else 80) else 32
-    threads = 256 if shares else 128  # two warps share 16 rows; each sums half the columns
+    # two warps share 16 rows, and each warp sums half of the columns
+    threads = 256 if shares else 128
     return Tiles(own, step, threads, (own + 2 * step) * _row_bytes(head_dim))
 
 
 def backward_tiles(
     dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
 ) -> Tiles:
-    """Return the tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and
-    two tiles of each step, in BF16 also the step's statistics. masked, small_shared: see
+    """Return the tiles of attention_backward_tiles, whose shared memory holds two tiles of owned
+    rows, two tiles of each step, and in BF16 the step's statistics. masked, small_shared: see
     compile_consts."""
     head_dim = in_tiles(head_dim)
     large = head_dim > 128
@@ -190,13 +194,14 @@ def backward_tiles(
         rows = 2 * own + (1 if head_dim > 256 else 2) * step
         shared = rows * (head_dim + 4) * 4 + own * (step + 4) * 4
         return Tiles(own, step, 256, shared)
-    # Tiles are as large as registers allow: a block sums dK and dV, or with split_keys only one.
+    # Tiles are as large as registers allow; a thread block sums dK and dV, or only one of the two
+    # with split_keys.
     own = 128 if head_dim <= 64 and not masked else 32 if head_dim > 256 else 64
     step, stages = (16 if head_dim > 256 else 32, 1) if large else (32, 2)
     stage = 2 * step * (_row_bytes(head_dim) + 4)
     shared = 2 * own * _row_bytes(head_dim) + stages * stage
     if small_shared and shared > HALF_SHARED >= shared - stage:
-        stages, shared = 1, shared - stage  # one block copies while the other multiplies
+        stages, shared = 1, shared - stage  # one thread block copies while the other multiplies
     return Tiles(own, step, 128, shared, stages, split_keys=large)
 
 
@@ -207,16 +212,17 @@ def compile_consts(
     small_shared: bool = False,
     softcap: int = 0,
 ) -> dict[str, int]:
-    """Return the compile-time constants of attention.cu, the same for all its entries. masked: True
-    if queries do not see all keys before them. small_shared: see DeviceSpec. softcap: the cap of
-    scores; 0: no cap."""
+    """Return the compile-time constants of attention.cu, which are the same for all its entry
+    points. masked: True if some queries do not see all keys before their own position.
+    small_shared: see DeviceSpec. softcap: the cap of scores; 0: no cap."""
     backward = backward_tiles(dtype, head_dim, masked, small_shared)
     consts = {
         "HEAD_DIM": head_dim,
         "MASKED": int(masked),
         "BACKWARD_STAGES": backward.stages,
         "SPLIT_KEYS": int(backward.split_keys),
-        # With small_shared the tiles leave no shared memory in which warps could exchange parts.
+        # With small_shared the tiles leave no shared memory through which warps could exchange
+        # parts of scores.
         "SCORE_PARTS": 2 if head_dim > 256 and head_dim % 128 == 0 and not small_shared else 1,
     }
     for name, tiles in (

@@ -1,8 +1,8 @@
 """Compilation of kernels to machine code by NVRTC, with a cache on disk.
 
-NVRTC needs neither a GPU nor a driver: any machine compiles kernels for any GPU. Environment
-variables: LLMQ_CACHE_DIR (folder of compiled kernels), LLMQ_LINEINFO=1 (source lines for profilers
-and sanitizers).
+NVRTC needs neither a GPU nor a driver: any machine compiles kernels for any GPU. The environment
+variable LLMQ_CACHE_DIR names the folder of compiled kernels; LLMQ_LINEINFO=1 adds source lines for
+profilers and sanitizers.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from llmq.runtime.cuda_libraries import load_libraries
 from llmq.runtime.kernel import TYPE_VARIABLES, KernelSource
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
-DEFAULT_TYPE = "f32"  # of type variables that only the file's other entry points use
+DEFAULT_TYPE = "f32"  # dtype of type variables that the compiled entry point does not use
 FLAGS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 
 _locks: dict[Path, threading.Lock] = {}
@@ -39,10 +39,11 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """A kernel's needs on a multiprocessor, as the assembler reports them. registers: of one
-    thread. shared: bytes of static shared memory of a block. spilled, stack: bytes of one thread in
-    local memory, which is slow. serialized: True if the assembler waits for each product of a
-    warpgroup at once, because it could not tell when the product's registers are free."""
+    """The resources of a kernel on a multiprocessor, as the assembler reports them. registers:
+    number of registers of one thread. shared: bytes of static shared memory of a thread block.
+    spilled, stack: bytes per thread in local memory, which is slow. serialized: True if the
+    assembler makes a warpgroup wait after each matrix product, because the assembler could not tell
+    when the product's registers are free."""
 
     registers: int
     shared: int
@@ -53,7 +54,8 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cubin:
-    """Machine code of one kernel under one set of definitions. path: the cubin file."""
+    """The machine code (cubin) of one kernel for one set of definitions. path: path of the cubin
+    file."""
 
     path: Path
     code: bytes
@@ -61,8 +63,8 @@ class Cubin:
 
 
 def cache_dir() -> Path:
-    """Return the folder of compiled kernels: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder.
-    ConfigError if the user has no home directory, as in some containers."""
+    """Return the folder of compiled kernels: LLMQ_CACHE_DIR if set, else llmq/ in the user's cache
+    folder. Raises ConfigError if the user has no home directory, as in some containers."""
     if chosen := os.environ.get("LLMQ_CACHE_DIR"):
         return Path(chosen)
     try:
@@ -72,8 +74,8 @@ def cache_dir() -> Path:
 
 
 def cuda_include_dirs(major: int | None = None) -> list[Path]:
-    """Return folders with cuda_bf16.h: pip packages first, then toolkits. major: the preferred CUDA
-    release, such as 12; None: no preference."""
+    """Return the folders that contain cuda_bf16.h: folders of pip packages, then of CUDA toolkits.
+    major: the preferred CUDA release, such as 12; None if none is preferred."""
     packages = {12: "cuda_runtime/include", 13: "cu13/include"}
     order = sorted(packages, key=lambda m: m != major)
     try:
@@ -99,15 +101,15 @@ def definitions(file: str, types: Mapping[str, str], consts: Mapping[str, int]) 
 
 
 def kernel_text(file: str, entry: str) -> str:
-    """Return the text of a kernel file, with the entry point's name in place of the word ENTRY, by
-    which a file can choose a header."""
+    """Return the text of a kernel file, with the word ENTRY replaced by the entry point's name,
+    which lets a file choose a header."""
     return re.sub(r"\bENTRY\b", entry, (KERNEL_DIR / file).read_text())
 
 
 def program(source: KernelSource) -> str:
-    """Return the text for the compiler. Shared headers come before the definitions, whose
-    one-letter names would replace the headers' template parameters. The file's other kernels become
-    templates, for which the compiler makes no code."""
+    """Return the complete source text for the compiler. Shared headers come before the definitions,
+    because one-letter definitions would replace the headers' template parameters. The other kernels
+    of the file become templates, for which the compiler generates no code."""
     file, entry, types, consts = source
 
     def declared(match: re.Match) -> str:
@@ -128,7 +130,8 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 
 def included_texts(text: str, headers: dict[str, str]) -> list[str]:
-    """Return the headers (name -> text) that `text` includes as `#include "name"`, recursively."""
+    """Return the headers (name -> text) that `text` includes by `#include "name"`, directly or
+    through other headers."""
     used: set[str] = set()
     pending = [text]
     while pending:
@@ -140,14 +143,15 @@ def included_texts(text: str, headers: dict[str, str]) -> list[str]:
 
 
 def headers() -> dict[str, str]:
-    """Return the texts of all headers in llmq/cu by their names in includes, such as
+    """Return the texts of all headers in llmq/cu, by the names in `#include` lines, such as
     product/smem_tiles.cuh."""
     paths = sorted(KERNEL_DIR.rglob("*.cuh"))
     return {path.relative_to(KERNEL_DIR).as_posix(): path.read_text() for path in paths}
 
 
 class Nvrtc:
-    """NVRTC's functions, which raise RuntimeError if they fail. version: (major, minor)."""
+    """Functions of NVRTC, CUDA's run-time compiler; a failing call raises RuntimeError. version:
+    (major, minor)."""
 
     def __init__(self) -> None:
         load_libraries()
@@ -166,11 +170,12 @@ class Nvrtc:
     def _read(self, what: str, program: Any) -> bytes:
         """Return a program's log or machine code. what: "ProgramLog" or "CUBIN"."""
         content = bytearray(self._call(f"nvrtcGet{what}Size", program)[0])
-        self._call(f"nvrtcGet{what}", program, content)  # fills content
+        self._call(f"nvrtcGet{what}", program, content)  # this call fills content
         return bytes(content)
 
     def compile(self, file: str, text: str, options: tuple[str, ...]) -> tuple[bytes | None, str]:
-        """Return machine code (None if the text does not compile) and the compiler's messages."""
+        """Return the machine code, or None if the text does not compile, and the compiler's
+        messages."""
         (program,) = self._call("nvrtcCreateProgram", text.encode(), file.encode(), 0, [], [])
         try:
             flags = [option.encode() for option in options]
@@ -193,8 +198,8 @@ def _nvrtc() -> Nvrtc:
 
 
 def target(capability: int) -> str:
-    """Return the architecture to compile for, such as sm_89: the GPU's own, or the newest older one
-    of the GPU's family that NVRTC knows."""
+    """Return the architecture for which NVRTC compiles, such as sm_89: the GPU's own, or else the
+    newest of the GPU's family that NVRTC knows."""
     family = [a for a in _nvrtc().architectures if a // 10 == capability // 10]
     usable = [a for a in family if a <= capability]
     if not usable:
@@ -202,12 +207,13 @@ def target(capability: int) -> str:
             f"NVRTC {'.'.join(map(str, _nvrtc().version))} cannot compile for compute "
             f"capability {capability / 10}; install a newer CUDA release of CuPy"
         )
-    # Only sm_90a allows Hopper's warpgroup products and the moving of registers between warps.
+    # Only sm_90a allows Hopper's warpgroup matrix products and the transfer of registers between
+    # warps.
     return "sm_90a" if max(usable) == 90 else f"sm_{max(usable)}"
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """Return the resources of each entry point, by name, from the assembler's -v report."""
+    """Return the resources of each entry point by name, read from the assembler's -v report."""
     resources: dict[str, Resources] = {}
     for part in log.split("Compiling entry function '")[1:]:
         entry = part[: part.index("'")]
@@ -227,19 +233,20 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def compile_kernel(source: KernelSource, capability: int) -> Cubin:
-    """Return a kernel's machine code for a GPU of this compute capability, from the cache if
-    present. Raises LlmqError if the compiler or its headers are missing, RuntimeError with the
+    """Return a kernel's machine code for a GPU of this compute capability, compiled or from the
+    cache. Raises LlmqError if the compiler or its headers are missing, and RuntimeError with the
     compiler's messages if the source does not compile."""
     nvrtc = _nvrtc()
     text = program(source)
     flags = [f"-arch={target(capability)}", *FLAGS]
     if nvrtc.version >= (12, 9):
-        flags.append("--no-cache")  # with NVRTC's own cache there is no report of resources
+        flags.append("--no-cache")  # NVRTC's own cache would suppress the report of resources
     if os.environ.get("LLMQ_LINEINFO") == "1":
         flags.append("-lineinfo")
     key = digest([text, *included_texts(text, headers()), *flags, str(nvrtc.version)])
     path = cache_dir() / f"{source.entry}-{key}.cubin"
-    # Ranks and compile_ahead need the same kernels: one thread compiles, the others read.
+    # Ranks and compile_ahead need the same kernels, so one thread compiles a kernel and the others
+    # read the result.
     with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is None:
@@ -248,11 +255,12 @@ def compile_kernel(source: KernelSource, capability: int) -> Cubin:
 
 
 def compile_ahead(sources: Iterable[KernelSource], capability: int) -> None:
-    """Start to compile these kernels into the cache, in one thread per CPU; return at once. A
-    caller that needs a kernel earlier waits for the kernel or compiles it, and gets any error. At
-    exit the process waits only for kernels that are being compiled."""
+    """Start to compile these kernels into the cache, in a thread for each CPU, and return at once.
+    A caller that needs a kernel earlier waits for its compilation or compiles the kernel, and gets
+    any error. At exit the process waits only for the compilations that have begun."""
     waiting = deque(sorted(sources))
-    # Not an executor: at exit, Python would wait until it has compiled all waiting kernels.
+    # Plain threads replace an executor, because Python waits at exit until an executor has done all
+    # waiting work.
     threads = [
         threading.Thread(target=_compile_waiting, args=(waiting, capability), daemon=True)
         for _ in range(os.cpu_count() or 1)
@@ -263,18 +271,20 @@ def compile_ahead(sources: Iterable[KernelSource], capability: int) -> None:
 
 
 def _compile_waiting(waiting: deque[KernelSource], capability: int) -> None:
-    """Run a thread of compile_ahead."""
+    """Compile waiting kernels until none is left; each thread of compile_ahead runs this."""
     while True:
         try:
             source = waiting.popleft()
-        except IndexError:  # all are compiled
+        except IndexError:  # no kernel is left to compile
             return
-        with contextlib.suppress(Exception):  # the kernel's first use raises the error again
+        # compiling at the kernel's first use raises the error again
+        with contextlib.suppress(Exception):
             compile_kernel(source, capability)
 
 
 def _stop_compiling(waiting: deque[KernelSource], threads: list[threading.Thread]) -> None:
-    """Let threads end at exit: NVRTC crashes in threads that use it while it is unloaded."""
+    """Drop the waiting kernels and join the threads at exit, because NVRTC crashes in a thread that
+    uses the library while it is unloaded."""
     waiting.clear()
     for thread in threads:
         thread.join()
@@ -283,7 +293,7 @@ def _stop_compiling(waiting: deque[KernelSource], threads: list[threading.Thread
 def _compile(
     nvrtc: Nvrtc, source: KernelSource, text: str, flags: list[str]
 ) -> tuple[bytes, Resources]:
-    """Compile the text; return the machine code, and the resources that the entry point needs."""
+    """Compile the text; return the machine code and the resources of the entry point."""
     includes = cuda_include_dirs(nvrtc.version[0])
     if not includes:
         raise LlmqError(
@@ -301,20 +311,22 @@ def _compile(
 
 
 def _read(path: Path) -> Cubin | None:
-    """Return the cached kernel; None if its files are absent or damaged. ConfigError: see
-    `read_own`."""
+    """Return the cached kernel; None if its files are missing or damaged. Raises ConfigError as
+    `read_own` does."""
     try:
         code, facts = read_own(path), json.loads(read_own(path.with_suffix(".json")))
         if facts["sha256"] != hashlib.sha256(code).hexdigest():
             return None
         resources = Resources(**facts["resources"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # _write reports errors
+    # `_write` reports errors of the folder
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return Cubin(path=path, code=code, resources=resources)
 
 
 def _write(path: Path, code: bytes, resources: Resources) -> Cubin:
-    """Write the machine code, which CuPy loads by its path, and the entry's JSON file beside it."""
+    """Write the cubin file, which CuPy loads by path, and a JSON file of the entry point's
+    resources beside it."""
     facts = {"sha256": hashlib.sha256(code).hexdigest(), "resources": asdict(resources)}
     try:
         write_shared(path, code)

@@ -1,8 +1,9 @@
-"""The cost of a launch, declared by the operation that launches. Plans and card files (measured
-rates of one GPU) use costs.
+"""The cost of a kernel launch, declared by the operation that launches. Costs are read by plans and
+by card files, which hold measured rates of one GPU.
 
-FLOPs cannot be derived from a kernel's arguments. The bytes that a launch moves follow from the
-declarations of its tensors (`Kernel.traffic`), so that memory-bound operations declare nothing.
+An operation must declare FLOPs, which cannot be derived from a kernel's arguments. The bytes that a
+launch moves follow from the declarations of its tensors (`Kernel.traffic`), so memory-bound
+operations declare no cost.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32, FP8, I8, DType
 from llmq.runtime.kernel import Kernel
 
-CACHED = 4096  # number of costs to keep: a step repeats the same few hundred launches
+CACHED = 4096  # number of costs that are cached; a step repeats a few hundred launches
 
-# Epilogues: further work that our kernels do in the launch of a product. An epilogue in LONGER
-# takes so long that its kind also names the dtypes of its other tensors. An epilogue in HIDDEN
-# takes no extra time.
+# An epilogue is further work that our kernel does in the launch of a matrix product. The epilogues
+# in LONGER take so long that their kinds also name the dtypes of their other tensors. The epilogues
+# in HIDDEN take no extra time.
 LONGER = ("swiglu", "swiglu_backward")
 HIDDEN = ("gradient", "grouped")
 
 
 class Kind(NamedTuple):
-    """The key under which measured times of launches are kept. name: words separated by `/`, the
-    most important first; launches whose names differ only in the last words take about the same
-    time. sizes: of a product (M, N, K); of attention (FLOPs, sequence length, head size, window);
-    of other launches (bytes of device memory,)."""
+    """The key under which card files keep the measured times of launches. name: words separated by
+    `/`, the most important first; launches whose names differ only in the last words take about
+    equal time. sizes: (M, N, K) of a matrix product; (FLOPs, sequence length, head size, window) of
+    attention; (bytes of device memory,) of other launches."""
 
     name: str
     sizes: tuple[int, ...]
@@ -45,13 +46,14 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Kernel, args: tuple, cost: Cost, device_bytes: int) -> Kind:
-        """Return the kind that a launch's cost gives, else a memory-bound kind."""
+        """Return the kind that a launch's cost declares, or else a memory-bound kind."""
         return cost.kind or cls.moving(kernel.entry, device_bytes, kernel.formats(args))
 
 
 class Heads(NamedTuple):
-    """The heads of one call of the library's attention backward, which computes them in `parts`
-    parts. batch: number of sequences. queries, keys: number of query and key/value heads."""
+    """The heads of one call of the library's attention backward, which divides the heads into
+    `parts` parts. batch: number of sequences. queries, keys: number of query and key/value
+    heads."""
 
     batch: int
     queries: int
@@ -61,23 +63,24 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """The cost of one launch, without the bytes that its tensors' declarations give.
+    """The cost of one launch, except the bytes that follow from the declarations of its tensors.
 
-    part: the part of a step to which the launch's time belongs: "product", "attention" or
+    part: the part of a step under which the launch's time counts: "product", "attention" or
     "memory_bound".
-    flops: floating-point operations.
+    flops: number of floating-point operations.
 
-    The other fields are for launches that FLOPs may limit; `product_cost` and `attention_cost` set
-    them.
-    kind: the key of the launch's measured time; None: made from the tensors' formats.
-    rate: the FLOP/s that the launch reaches: "matmul", "matmul_fp8", "matmul_fp8_half",
-    "matmul_int8", "f32", or an attention kernel and its origin, "attention_forward/library".
+    The other fields are for launches whose time FLOPs may limit; `product_cost` and
+    `attention_cost` set these fields.
+    kind: key of the launch's measured time; None: a key derived from the tensors' formats.
+    rate: name of the FLOP/s that the launch reaches: "matmul", "matmul_fp8", "matmul_fp8_half",
+    "matmul_int8", "f32", or an attention kernel with its origin, such as
+    "attention_forward/library".
     fast: True if a product of fp8 codes may accumulate in fewer bits.
-    matrices: bytes that the library's product of the same matrices moves, if the launch takes extra
-    time for further bytes; else None.
+    matrices: bytes that the library's product of the same matrices moves, if the launch moves
+    further bytes that take extra time; else None.
     transposes: True if the launch writes fp8 codes in both layouts, plain and transposed.
-    heads: the heads of a call of the library's attention backward; else None.
-    label: text behind the kernel's name in a profile.
+    heads: the heads of a call of the library's attention backward; None for other launches.
+    label: text that a profile shows after the kernel's name.
     """
 
     part: str = "memory_bound"
@@ -113,21 +116,21 @@ def product_cost(
     batch: int = 1,
     half: bool = False,
 ) -> Cost:
-    """Return the cost of a matrix product by the library or by a kernel of ours.
+    """Return the cost of a matrix product by the library or by our kernel.
 
-    sizes: M, N, K. a, out: dtype of the first operand, and dtype of the result that the library
-    would write. trans_a, trans_b, accumulate, addend, fast (fast_accumulation): see
-    ops.product.matmul. epilogue: a word for further work of our kernel. Card files without times
-    for this word use the library's product. rank: columns of the adapters in the product. besides:
-    formats (`kernel.formats`) of the other tensors of an epilogue in LONGER. transposes: see Cost.
-    batch: number of products of these sizes; their kind is that of one product with batch * M rows.
-    half: True for sums in half precision.
+    sizes: M, N, K. a, out: dtypes of the first operand, and of the result that the library would
+    write. trans_a, trans_b, accumulate, addend, fast (fast_accumulation): see ops.product.matmul.
+    epilogue: name of the further work that our kernel does; "" for none. If a card file has no
+    times for this epilogue, the times of the library's product are used. rank: number of columns of
+    the adapters in the product. besides: formats (`kernel.formats`) of the other tensors of an
+    epilogue in LONGER. transposes: see Cost. batch: number of products of these sizes; their kind
+    is the kind of one product with batch * M rows. half: True if sums are kept in FP16.
     """
     M, N, K = sizes
     matrices = (M * K + N * K) * a.itemsize + M * N * out.itemsize
     label = f"{M}x{N}x{K}"
     added = str(int(accumulate and not epilogue))
-    if a in FP8:  # fast accumulation matters more than which 8-bit format
+    if a in FP8:  # fast accumulation changes the time more than the choice of 8-bit format
         library, words = "matmul_fp8", [str(int(fast)), a.name, added]
     elif a is I8:
         library, words = "matmul_int8", [a.name]
@@ -163,7 +166,7 @@ def attention_cost(
     heads: Heads | None = None,
 ) -> Cost:
     """Return the cost of an attention kernel. dtype: the tensors' dtype. sizes: sequence length,
-    head size, number of keys that a query sees. heads: the heads of a call of the library's
+    head size, and number of keys that a query sees. heads: the heads of a call of the library's
     backward."""
     way = f"{kernel.entry}/{kernel.file.partition('.')[2] or 'library'}"
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))

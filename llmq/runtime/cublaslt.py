@@ -1,8 +1,8 @@
-"""Matrix products through cuBLASLt: one plan per product, run by its fastest algorithm.
+"""cuBLASLt computes matrix products: each product has a plan, which names its fastest algorithm.
 
-cuBLASLt is column-major: a row-major matrix (rows, cols) is a column-major (cols, rows) with
-leading dimension cols. So out = op(a) @ op(b) is computed as out^T = op(b)^T @ op(a)^T, with the
-operands swapped and the transposition flags kept.
+cuBLASLt is column-major, and reads a row-major matrix (rows, cols) as a column-major (cols, rows)
+with leading dimension cols. A product out = op(a) @ op(b) is therefore computed as out^T = op(b)^T
+@ op(a)^T, with swapped operands and unchanged transposition flags.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from llmq.runtime.product import (
 )
 from llmq.runtime.tuning import CHOICE_BYTES, Unsupported, algorithm_file, fastest
 
-CANDIDATES = 48  # algorithms requested from the heuristic
+CANDIDATES = 48  # number of algorithms requested from the library's heuristic
 
 
 def _method(names: str) -> Callable[..., None]:
-    """Return a method that enqueues a product. names: the method's arguments in order, which are
-    those of the library kernel of the method's name in llmq/ops/product/matmul.py. Without trans_a
-    and trans_b the product is a @ b^T."""
+    """Return a method that enqueues a product. names: the method's arguments in order, equal to the
+    arguments of the library kernel of this name in llmq/ops/product/matmul.py. If `names` lacks
+    trans_a and trans_b, the product is a @ b^T."""
     fields = names.split()
 
     def enqueue(self: CublasLt, stream: int, *args: Any) -> None:
@@ -67,9 +67,9 @@ def _method(names: str) -> Callable[..., None]:
 
 class CublasLt:
     """The matrix-product library of one rank, for the rank's thread with its GPU current. Methods
-    that enqueue products take a stream (an integer) and the arguments of their kernels. These
-    methods raise Unsupported if cuBLASLt cannot compute the product, and RuntimeError inside a
-    graph capture if the product is not tuned yet."""
+    that enqueue products take a stream (an integer handle) and the arguments of their kernels.
+    These methods raise Unsupported if cuBLASLt cannot compute the product, and RuntimeError inside
+    a graph capture if the product is not tuned yet."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class CublasLt:
         library: Any = None,
         cuda: Any = None,
     ):
-        """tune: True: time the heuristic's best algorithms at a product's first call, on the call's
-        operands; False: take the heuristic's first algorithm. device_name: part of the key of a
-        tuned algorithm, with cuBLASLt's version. cache_path: file of tuned algorithms, or None.
-        library, cuda: replacements of nvmath and CuPy, for tests. LlmqError if nvmath or CuPy
-        cannot be loaded."""
+        """tune: True to time the heuristic's best algorithms at the first call of a product, on the
+        operands of the call; False to take the heuristic's first algorithm. device_name: name that,
+        with cuBLASLt's version, becomes part of the key of a tuned algorithm. cache_path: file of
+        tuned algorithms, or None. library, cuda: replacements of nvmath and CuPy for tests. Raises
+        LlmqError if nvmath or CuPy cannot be loaded."""
         try:
             with START.part("loading cuBLASLt"):
                 if library is None:
@@ -98,36 +98,38 @@ class CublasLt:
                 "CuPy's CUDA release"
             ) from error
         self._lt = library
-        self.errors = (library.cuBLASLtError,)  # of enqueued calls
+        self.errors = (library.cuBLASLtError,)  # classes of errors of enqueued calls
         self._cuda = cuda
         self._tune_new = tune
         self._file = algorithm_file(cache_path)
         self._name = f"{device_name}, cuBLASLt {library.get_version()}"
         self.plans: dict[Product, Plan] = {}
         self._factors = np.empty(2, np.float32)  # alpha and beta of a call
-        self._block_scales_work: bool | None = None  # None: not tested yet
+        self._block_scales_work: bool | None = None  # None until a test has run
 
     matmul = _method(
         "out a b bias addend workspace M N K trans_a trans_b accumulate alpha beta batch"
     )
-    """out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)]. batch: number of products."""
+    """Enqueue out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)]. batch: number of
+    products."""
 
     fp8 = _method(
         "out a b scale_a scale_b bias factor largest addend workspace M N K accumulate "
         "fast_accumulation alpha"
     )
-    """out = alpha * scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. If out holds codes,
-    factor multiplies results before rounding, and largest gets the largest magnitude before this.
-    fast_accumulation: True to allow fast accumulation; tuning decides whether to use it, and
-    without tuning it is used. GPUs before Ada cannot compute fp8 products."""
+    """Enqueue out = alpha * scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out]. If out holds
+    codes, `factor` multiplies the results before rounding, and `largest` receives the largest
+    magnitude before the multiplication. fast_accumulation: True to allow fast accumulation; tuning
+    decides whether products use it, and without tuning all do. GPUs before Ada cannot compute fp8
+    products."""
 
     mxfp8 = _method(
         "out a b scales scalars bias addend workspace M N K accumulate fast_accumulation"
     )
-    """out = alpha * (a @ b^T) [+ bias] [+ addend | + out]. scales: the block scales of both
-    operands, all one. scalars: F32; alpha, and at index BETA 1 if something is added, else 0.
-    fast_accumulation: without effect, sums are F32. Raises Unsupported also if the library computes
-    wrong results."""
+    """Enqueue out = alpha * (a @ b^T) [+ bias] [+ addend | + out]. scales: the block scales of both
+    operands, which are all 1. scalars: F32 array with alpha, and at index BETA the number 1 if
+    something is added, else 0. fast_accumulation: has no effect, because sums are F32. Raises
+    Unsupported also if the library's results are wrong."""
 
     def close(self) -> None:
         for plan in self.plans.values():
@@ -136,9 +138,9 @@ class CublasLt:
         self._lt.destroy(self._handle)
 
     def _multiply(self, stream: int, product: Product, operands: Operands) -> None:
-        """Enqueue the product. The first call of a product plans and tunes it on these operands.
-        Tuning waits for the stream and overwrites out; with accumulate, out's content is
-        restored."""
+        """Enqueue the product. The first call of a product makes its plan and tunes the plan on
+        these operands. Tuning waits for the stream and overwrites `out`; with accumulate, the
+        content of `out` is restored."""
         plan = self.plans.get(product)
         if plan is None:
             plan = describe(self._lt, product)
@@ -152,8 +154,8 @@ class CublasLt:
         self._run(stream, plan, plan.choice.algorithm, operands)
 
     def _try_block_scales(self, stream: int, workspace: Tensor) -> None:
-        """Raise Unsupported if block-scaled products have wrong results; one test decides for all
-        calls."""
+        """Raise Unsupported if block-scaled products have wrong results; the first call tests this
+        for all calls."""
 
         def run(product: Product, operands: Operands) -> None:
             plan = describe(self._lt, product)
@@ -174,8 +176,8 @@ class CublasLt:
 
     @START.part("choosing products")
     def _choose(self, stream: int, plan: Plan, operands: Operands) -> Algorithm:
-        """Return the algorithm to run: one from the file, else the fastest, or the heuristic's
-        first without tuning."""
+        """Return the algorithm to run: an algorithm from the file, else the fastest one, or the
+        heuristic's first without tuning."""
         if not self._tune_new:
             return self._candidates(plan, 1, plan.product.fast_accumulation)[0]
         key = f"{self._name}, {plan.product}"
@@ -189,20 +191,21 @@ class CublasLt:
         return Algorithm.frombytes(chosen)
 
     def _accumulate_fast(self, plan: Plan, fast: bool) -> None:
-        """Switch fast accumulation of an FP8 product on or off."""
+        """Switch fast accumulation of an FP8 product on or off in the plan."""
         if plan.product.fp8 and not plan.product.block_scaled:
             name = self._lt.MatmulDescAttribute.FAST_ACCUM
             set_attribute(self._lt, "matmul_desc", plan.desc, name, fast)
 
     def _candidates(self, plan: Plan, count: int, fast: bool) -> list[Algorithm]:
-        """Return up to `count` algorithms for the plan, best first by the heuristic's estimate."""
+        """Return up to `count` algorithms for the plan, ordered by the heuristic's estimate, best
+        first."""
         lt = self._lt
         self._accumulate_fast(plan, fast)
         attribute = lt.MatmulPreferenceAttribute
         values = {
             attribute.MAX_WORKSPACE_BYTES: plan.product.workspace,
-            # If an algorithm splits K, partial sums are added in F32; other schemes round them to
-            # BF16.
+            # Algorithms that split K must add partial sums in F32; other reduction schemes round
+            # partial sums to BF16.
             attribute.REDUCTION_SCHEME_MASK: lt.ReductionScheme.COMPUTE_TYPE,
         }
         for matrix in "ABCD":
@@ -241,7 +244,8 @@ class CublasLt:
             )
         if plan.product.block_scaled:
             self._try_block_scales(stream, operands.workspace)
-        candidates = self._candidates(plan, CANDIDATES, False)  # exact ones first: they win ties
+        # exact algorithms come first, to win ties
+        candidates = self._candidates(plan, CANDIDATES, False)
         if plan.product.fast_accumulation:
             candidates += self._candidates(plan, CANDIDATES, True)
 
@@ -256,7 +260,7 @@ class CublasLt:
         return best
 
     def _accepts(self, plan: Plan, choice: Algorithm) -> bool:
-        """True if cuBLASLt accepts a remembered choice for this product and workspace."""
+        """True if cuBLASLt accepts a remembered algorithm for this product and workspace."""
         lt = self._lt
         self._accumulate_fast(plan, choice.fast)
         result = np.zeros(1, lt.matmul_heuristic_result_dtype)
@@ -276,13 +280,13 @@ class CublasLt:
         lt = self._lt
         out, a, b, bias, addend, workspace, scale_a, scale_b, *others = operands
         factor, largest, scalars, *factors = others
-        # alpha and beta in host memory: the library reads both before it returns.
+        # alpha and beta lie in host memory; the library reads the two before it returns.
         self._factors[:] = factors[0], factors[1] if plan.product.adds else 0.0
         alpha, beta = self._factors.ctypes.data, self._factors[1:].ctypes.data
         if scalars is not None:
             alpha, beta = scalars.ptr, scalars.ptr + BETA * scalars.dtype.itemsize
         added = out if addend is None else addend
-        # Addresses of this call. lt.matmul reads the descriptor before it returns, so that a
+        # Addresses differ in each call. lt.matmul reads the descriptor before it returns, so a
         # captured graph keeps the addresses of its own call.
         if bias is not None:
             self._point(plan, lt.MatmulDescAttribute.BIAS_POINTER, bias)

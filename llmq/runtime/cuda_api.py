@@ -1,7 +1,8 @@
-"""CUDA bindings and properties of GPUs. Libraries load at the first use, not at import.
+"""CUDA's Python bindings and the properties of GPUs. Libraries are loaded at the first use, not at
+import.
 
-CuPy's runtime functions and RawModule, and NVIDIA's driver binding, are used without CuPy's
-allocators and streams.
+llmq uses CuPy's runtime functions and RawModule, and NVIDIA's driver binding, but neither CuPy's
+allocators nor its streams.
 """
 
 import functools
@@ -19,19 +20,19 @@ MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
 
 
 def has_gpu() -> bool:
-    """True if NVML sees an NVIDIA GPU; needs no CUDA package."""
+    """True if NVML sees an NVIDIA GPU; the check needs no CUDA package."""
     try:
         return open_nvml().nvmlDeviceGetCount() > 0
-    except Exception:  # no library, no driver: different classes
+    except Exception:  # missing libraries and drivers raise different classes
         return False
 
 
 def install_command() -> str:
-    """Return the command that installs the GPU packages, for CUDA 12, that llmq's metadata
-    lists."""
+    """Return the pip command that installs llmq's GPU packages for CUDA 12, as llmq's metadata
+    lists the packages."""
     try:
         listed = [line.partition(";") for line in metadata.requires("llmq-train") or []]
-    except metadata.PackageNotFoundError:  # llmq runs from its source tree
+    except metadata.PackageNotFoundError:  # llmq runs from its source tree, which has no metadata
         return "pip install ."
     packages = [name.strip() for name, _, marker in listed if "platform_machine" in marker]
     return shlex.join(["pip", "install", *packages])
@@ -53,7 +54,7 @@ def load() -> SimpleNamespace:
                 "this machine has an NVIDIA GPU, but the packages for it are not installed; type "
                 f"`{install_command()}`, or use --device cpu"
             ) from error
-        reason = error.__cause__ or error  # CuPy's own message fills a page
+        reason = error.__cause__ or error  # CuPy's own message is a page long
         raise LlmqError(
             f"CuPy cannot be loaded ({reason}); install cupy-cuda12x or cupy-cuda13x, or use "
             "--device cpu"
@@ -75,7 +76,7 @@ def load() -> SimpleNamespace:
 
 
 def device_spec(index: int) -> DeviceSpec:
-    """Return the properties of GPU `index`. LlmqError if the GPU is absent or unusable."""
+    """Return the properties of GPU `index`. Raises LlmqError if the GPU is missing or unusable."""
     runtime = load().runtime
     try:
         have, need = runtime.driverGetVersion(), runtime.runtimeGetVersion()
@@ -112,9 +113,9 @@ def device_spec(index: int) -> DeviceSpec:
 
 
 def lowered(capability: int) -> int:
-    """Return the compute capability, times 10, for which kernels are chosen: the environment's
-    LLMQ_CAPABILITY, for developers, else `capability`. ConfigError if LLMQ_CAPABILITY is no
-    number."""
+    """Return the compute capability, times 10, for which kernels are chosen: LLMQ_CAPABILITY of the
+    environment (for developers) if set, else `capability`. Raises ConfigError if LLMQ_CAPABILITY is
+    not a number."""
     text = os.environ.get("LLMQ_CAPABILITY") or str(capability)
     if not text.isdecimal():
         raise ConfigError(f"LLMQ_CAPABILITY: '{text}' is no number as 89, which means 8.9")
@@ -122,7 +123,7 @@ def lowered(capability: int) -> int:
 
 
 def compute_capability(index: int) -> int:
-    """Return the compute capability of GPU `index`, times 10, for which kernels are compiled."""
+    """Return the compute capability, times 10, of GPU `index`, for which kernels are compiled."""
     properties = load().runtime.getDeviceProperties(index)
     return 10 * properties["major"] + properties["minor"]
 

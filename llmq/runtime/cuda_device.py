@@ -1,7 +1,8 @@
-"""An NVIDIA GPU as a device. Only this module and its neighbours load CUDA libraries, on first use.
+"""CudaDevice is one NVIDIA GPU. Only this module and llmq/runtime/cu*.py load CUDA libraries, at
+the first use.
 
-LLMQ_SYNC=1 in the environment waits for every launch, so that an error names the launch that
-failed, and disables graphs.
+With LLMQ_SYNC=1 in the environment, the host waits after every launch, so that an error names the
+failed launch, and graphs are disabled.
 """
 
 import os
@@ -30,18 +31,20 @@ from llmq.runtime.tuning import Choices
 
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
 NOT_READY = 600  # cudaErrorNotReady
-PROGRAMMATIC = 90  # the least compute capability, times 10, with programmatic dependent launch
-PROGRAMMATIC_GRAPHS = 12030  # CUDA 12.3: the first release whose graphs capture such launches
-NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
-TUNED = "matmul.json"  # file in the cache folder: tuned products and choices
-DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
-WAIT_REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ: until the word has reached the value, modulo 2**32
+PROGRAMMATIC = 90  # smallest compute capability, times 10, with programmatic dependent launch
+# CUDA 12.3, the first release whose graphs capture programmatic launches
+PROGRAMMATIC_GRAPHS = 12030
+NON_BLOCKING = 1  # cudaStreamNonBlocking: no ordering with the legacy default stream
+TUNED = "matmul.json"  # file of tuned products and choices in the cache folder
+DISABLE_TIMING = 2  # cudaEventDisableTiming makes events cheaper
+# CU_STREAM_WAIT_VALUE_GEQ: wait until the word has reached the value, modulo 2**32
+WAIT_REACHED = 0
 
 
 class CudaDevice(Device):
-    """One GPU, used by one thread. All memory is allocated at construction. sync_calls: number of
-    times the host has waited for the GPU. use_graphs: True if `graph` captures and replays;
-    `without_graphs` switches this off for a while."""
+    """One GPU, driven by one thread. All memory is allocated at construction. sync_calls: number of
+    times the host has waited for the GPU. use_graphs: True if `graph` captures and replays; False
+    within `without_graphs`."""
 
     kind = "cuda"
 
@@ -56,11 +59,12 @@ class CudaDevice(Device):
         mesh: Mesh | None = None,
         folders: Sequence[Path] = (),
     ):
-        """graphs: True to let `graph` capture and replay. tune: True: matrix products use the
-        fastest of several algorithms, timed once per shape; False: the library's first choice.
-        num_sms: number of multiprocessors that sizes grids, as in the plan that made `sizes`; None:
-        the GPU's own. mesh: see Device. folders: directories for the files of the tier "ssd".
-        LlmqError if the GPU is unusable or has too little memory."""
+        """graphs: True to let `graph` capture and replay. tune: True to let matrix products use the
+        fastest of several algorithms, timed once per shape; False to use the library's first
+        choice. num_sms: number of multiprocessors from which grids are sized, as in the plan that
+        gave `sizes`; None: the GPU's own number. mesh: the rank's mesh, see Device. folders:
+        directories for the files of the tier "ssd". Raises LlmqError if the GPU is unusable or has
+        too little memory."""
         spec = cuda_api.device_spec(index)
         if num_sms is not None:
             spec = replace(spec, num_sms=num_sms)
@@ -69,7 +73,8 @@ class CudaDevice(Device):
         self._runtime, self._driver = api.runtime, api.driver
         self._nvtx = api.nvtx
         self._folders, self._traffic = folders, None
-        self._moves_files: set[tuple] = set()  # keys of graphs that would copy to or from files
+        # keys of graphs that would copy to or from scratch files
+        self._moves_files: set[tuple] = set()
         stack_offset = align_up(sizes["device"])
         with ExitStack() as undo:
             self._memory = self._take_memory(spec, stack_offset + align_up(sizes["stack"]))
@@ -79,7 +84,7 @@ class CudaDevice(Device):
                 memory = PinnedMemory(self._runtime, sizes[name], TIERS[name])
                 undo.callback(memory.free)
                 self._host_memory.append(memory)
-            undo.pop_all()  # all memory is allocated
+            undo.pop_all()  # all memory is allocated: no error frees it from here on
         storages = {
             "device": Storage("device", self._memory),
             "stack": Storage("stack", self._memory + stack_offset),
@@ -100,8 +105,9 @@ class CudaDevice(Device):
         self._kernels = CudaKernels(api, cuda_api.compute_capability(index))
         self._libraries: dict[str, Any] = {}
         self._choices: Choices | None = None
-        self._pool: Any = None  # CuPy's memory for array functions
-        self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # of launches
+        self._pool: Any = None  # CuPy's memory pool for `compute`
+        # classes of errors of launches
+        self._errors = (api.runtime.CUDARuntimeError, api.DriverError)
         newer = self._runtime.driverGetVersion() >= PROGRAMMATIC_GRAPHS
         self._programmatic = newer and spec.capability >= PROGRAMMATIC
         self._may_overlap = False  # True if the last operation launched a programmatic kernel
@@ -135,10 +141,10 @@ class CudaDevice(Device):
     @property
     def stream(self) -> int:
         """The current stream's handle (a cudaStream_t), for libraries."""
-        self._may_overlap = False  # with the library's work
+        self._may_overlap = False  # the library's work must not overlap
         return self._stream
 
-    # -- launches --
+    # -- kernel launches --
 
     def _launch(self, launch: Launch) -> None:
         kernel = launch.kernel
@@ -161,8 +167,8 @@ class CudaDevice(Device):
             ) from error
 
     def _library(self, name: str) -> Any:
-        """Return the library that runs an operation's kernels without a .cu file; loaded at first
-        use. name: the operation, such as "matmul"."""
+        """Return the library that runs the kernels of an operation without a .cu file; the library
+        is loaded at its first use. name: name of the operation, such as "matmul"."""
         if name not in self._libraries:
             if name == "matmul":
                 from llmq.runtime.cublaslt import CublasLt
@@ -199,7 +205,7 @@ class CudaDevice(Device):
         library = {str(p): plan.choice.fast for p, plan in plans.items() if p.fast_accumulation}
         return library | dict.fromkeys(self._kernels.fast_products(), True)
 
-    # -- data --
+    # -- copies and fills --
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
@@ -218,27 +224,27 @@ class CudaDevice(Device):
         self._traffic = Traffic(files, buffers, self)
 
     def _settled_files(self) -> Files:
-        """Return the files, after all work enqueued so far."""
+        """Return the scratch files after all work enqueued so far is done."""
         self.synchronize()
         self._traffic.drain()
         return self._traffic.files
 
     def copy_bytes(self, dst: int, src: int, nbytes: int) -> None:
-        """Enqueue a copy between two addresses, each in pinned memory or on a GPU that this one can
-        access."""
+        """Enqueue a copy between two addresses, each in pinned memory or in memory of a GPU that
+        this GPU can access."""
         self._may_overlap = False
         with noticing(self._runtime, f"copying {nbytes} bytes"):
             self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, self._stream)
 
     def wait_word(self, address: int, value: int, how: int = WAIT_REACHED) -> None:
-        """Enqueue a wait for a 32-bit word. how: comparison with `value`, one of
-        CUstreamWaitValue_flags. The call, like `write_word`, blocks while the stream's queue is
-        full. It releases the interpreter lock meanwhile: another thread may have to let the stream
-        go on."""
+        """Make the current stream wait for a 32-bit word. how: the comparison with `value`, a
+        member of CUstreamWaitValue_flags. This call and `write_word` block while the stream's queue
+        is full. A blocked call releases the interpreter lock, because another thread may have to
+        let the stream go on."""
         self._check(*self._driver.cuStreamWaitValue32(self.stream, address, value, how))
 
     def write_word(self, address: int, value: int) -> None:
-        """Enqueue a write of a 32-bit word, behind all earlier work of the current stream."""
+        """Enqueue a write of a 32-bit word after all earlier work of the current stream."""
         self._check(*self._driver.cuStreamWriteValue32(self.stream, address, value, 0))
 
     def _check(self, status: Any) -> None:
@@ -253,8 +259,8 @@ class CudaDevice(Device):
         self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
 
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
-        """See Device.compute. CuPy allocates from a pool of this device alone, so that memory which
-        a graph has captured stays valid in replays."""
+        """See Device.compute. CuPy allocates from a memory pool of this device alone, so that
+        memory captured in a graph stays valid in replays."""
         import cupy
 
         if self._pool is None:
@@ -278,14 +284,16 @@ class CudaDevice(Device):
             self._settled_files().save(dst.offset, array.reshape(-1).view(np.uint8))
             return
         self.synchronize()
-        # Not memcpy, which may return before bytes from pageable memory have arrived.
+        # cudaMemcpy could return before bytes from pageable memory have arrived, so a stream
+        # copies.
         kind = self._runtime.memcpyDefault
         self._runtime.memcpyAsync(dst.ptr, array.ctypes.data, dst.nbytes, kind, self._stream)
         self._runtime.streamSynchronize(self._stream)
 
     def send(self, dst: Tensor, array: np.ndarray) -> None:
         self._may_overlap = False
-        kind = self._runtime.memcpyDefault  # from pageable memory: staged before the call returns
+        # bytes from pageable memory are staged before the call returns
+        kind = self._runtime.memcpyDefault
         self._runtime.memcpyAsync(dst.ptr, array.ctypes.data, dst.nbytes, kind, self._stream)
 
     def host_words(self, count: int) -> np.ndarray:
@@ -311,7 +319,7 @@ class CudaDevice(Device):
             self._runtime.memcpy(array.ctypes.data, src.ptr, src.nbytes, kind)
         return array
 
-    # -- order --
+    # -- streams, events and graphs --
 
     def _switch(self, stream: str) -> None:
         self._stream, self._may_overlap = self._streams[stream], False
@@ -336,7 +344,7 @@ class CudaDevice(Device):
         self._graphs.wait(event, self._stream)
 
     def has_passed(self, event: CudaEvent) -> bool:
-        self._runtime.setDevice(self.index)  # else a thread without a current GPU would open GPU 0
+        self._runtime.setDevice(self.index)  # a thread without a current GPU would open GPU 0
         status = self._runtime.eventQuery(event.handle)
         if status not in (0, NOT_READY):
             raise RuntimeError(f"looking after copies: CUDA error {status}; {LATE}")
@@ -344,7 +352,7 @@ class CudaDevice(Device):
 
     @property
     def capturing(self) -> bool:
-        """True if launches go into a graph, not to the GPU."""
+        """True if launches go into a graph capture and not to the GPU."""
         return self._graphs.capturing is not None
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
@@ -352,7 +360,7 @@ class CudaDevice(Device):
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
         moved = self._traffic.moved if self._traffic else 0
         if self.use_graphs and key not in self._moves_files:
-            self.last_operation = f"one of graph {key[0]}"  # a replay sets no name
+            self.last_operation = f"one of graph {key[0]}"  # a replay does not set the name
             enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
             self._may_overlap = False
             enqueue(key, fn, self.stack.used)
@@ -375,7 +383,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Count a wait of the host; RuntimeError during a capture."""
+        """Count a wait of the host for the GPU; RuntimeError during a graph capture."""
         if self.capturing:
             raise RuntimeError("the host may not wait for the GPU while a graph is captured")
         self.sync_calls += 1
@@ -386,7 +394,7 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         with self._waiting():
-            self._runtime.setDevice(self.index)  # clean-up may run in another thread
+            self._runtime.setDevice(self.index)  # another thread may run the clean-up
             self._runtime.deviceSynchronize()
 
     def synchronize_stream(self) -> None:

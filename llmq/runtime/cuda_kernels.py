@@ -1,9 +1,9 @@
-"""CUDA C kernels on one GPU: CuPy's RawModule loads them, and the driver launches them.
+"""CudaKernels loads CUDA C kernels by CuPy's RawModule and launches the kernels by the driver.
 
-CuPy's own launch makes an object for every argument and derives C types from Python types. So this
-module calls the driver's cuLaunchKernel with the function handle that CuPy has loaded, and with an
-array of pointers to typed values, which is used again in each launch. A TensorMap, which the copy
-engine of Hopper and later GPUs reads, is encoded by the driver.
+CuPy's own launch makes an object for every argument and derives C types from Python types. This
+module instead calls the driver's cuLaunchKernel with the function handle that CuPy has loaded, and
+reuses an array of pointers to typed values in each launch. The driver encodes TensorMaps, the
+matrix descriptors that the copy engine of Hopper and later GPUs reads.
 """
 
 import ctypes
@@ -21,23 +21,23 @@ from llmq.runtime.compile import compile_kernel
 from llmq.runtime.device import FUSED, Launch
 from llmq.runtime.kernel import Kernel, KernelSource
 
-# One 8-byte slot per argument of any type. Neither CuPy nor the driver converts values.
+# Each argument of any type has an 8-byte slot. Neither CuPy nor the driver converts the values.
 _POINTER = "Q"
 _SLOT = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 MAP_BYTES = 128
 _MAP = f"{MAP_BYTES}s"
 
 EncodeMap = Callable[[Tensor, int], bytes]
-"""Function (matrix, box_rows) that returns a TensorMap, MAP_BYTES long, by which kernels copy boxes
-of box_rows rows."""
+"""Function (matrix, box_rows) that returns a TensorMap of MAP_BYTES bytes, by which kernels copy
+boxes of box_rows rows."""
 
 
 class Arguments:
-    """Reusable memory for the arguments of one kernel, for one thread. address: the constant
+    """Reusable memory for the arguments of one kernel, used by one thread. address: the constant
     address of the pointer array (kernelParams of cuLaunchKernel)."""
 
     def __init__(self, kernel: Kernel, encode_map: EncodeMap | None = None):
-        """encode_map: needed for kernels that take TensorMaps."""
+        """encode_map: function that encodes TensorMaps; kernels without TensorMaps need none."""
         slots = [
             _MAP if a.box_rows else _POINTER if a.pointer else _SLOT[a.type]
             for a in kernel.declared
@@ -52,26 +52,26 @@ class Arguments:
         self._encode_map = encode_map
 
     def set(self, args: tuple) -> None:
-        """Store the values: tensors by address or as TensorMaps, None as zeros. Kernel.bind has
-        checked that they fit."""
+        """Store the arguments: tensors by address or as TensorMaps, None as zeros. `Kernel.bind`
+        has checked that the arguments fit."""
         plain = [a.ptr if isinstance(a, Tensor) else 0 if a is None else a for a in args]
         for i, rows in self._maps:
             plain[i] = b"" if args[i] is None else self._encode_map(args[i], rows)
         self._pack_into(self._values, 0, *plain)
 
 
-ROW_BYTES = 128  # bytes of a box's row: the span of one swizzle
+ROW_BYTES = 128  # bytes of a box's row: the width of one swizzle
 
 
 def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
-    """Return the CUtensorMap of a row-major matrix: boxes of box_rows rows of 128 bytes, swizzled
-    as cu/ptx.cuh says; elements outside of the matrix read as zero. driver: NVIDIA's binding.
-    RuntimeError if the driver refuses."""
+    """Return the CUtensorMap of a row-major matrix: boxes have box_rows rows of 128 bytes, swizzled
+    as cu/ptx.cuh describes, and elements outside the matrix read as zero. driver: NVIDIA's driver
+    binding. Raises RuntimeError if the driver refuses the map."""
     rows, columns = tensor.shape
     itemsize = tensor.dtype.itemsize
     types = driver.CUtensorMapDataType
     status, encoded = driver.cuTensorMapEncodeTiled(
-        # Only the elements' size matters, since they are only copied.
+        # Elements are only copied, so only their size matters.
         {1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[
             itemsize
         ],
@@ -91,29 +91,30 @@ def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
     return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
 
 
-DEFAULT_SHARED = 48 << 10  # bytes of shared memory that a block gets without asking for more
+DEFAULT_SHARED = 48 << 10  # bytes of shared memory that a thread block may use without `allow`
 
 
 class Loaded:
-    """A kernel on the GPU. shared: bytes of dynamic shared memory that a launch may request."""
+    """A kernel that is loaded on the GPU. shared: bytes of dynamic shared memory that a launch may
+    request."""
 
     def __init__(self, api: SimpleNamespace, raw: Any):
         self.function = api.driver.CUfunction(raw.kernel.ptr)
-        self.shared = DEFAULT_SHARED - raw.shared_size_bytes  # the rest is static
+        self.shared = DEFAULT_SHARED - raw.shared_size_bytes  # the rest is static shared memory
         self._raw = raw
 
     def allow(self, smem: int) -> None:
         """Let launches request `smem` bytes of dynamic shared memory."""
         if smem > self.shared:
-            # Another CudaDevice of this GPU has the same module, and may have raised the limit.
+            # Another CudaDevice of this GPU shares the module, and may have raised the limit.
             self.shared = max(smem, self._raw.max_dynamic_shared_size_bytes)
             self._raw.max_dynamic_shared_size_bytes = self.shared
 
 
 class CudaKernels:
-    """The kernels of the calling thread's current GPU, for one thread. CuPy keeps modules that it
-    has loaded for a GPU until the process ends, and the next device of this GPU gets the same
-    modules."""
+    """The loaded kernels of the calling thread's current GPU, for one thread. CuPy keeps the
+    modules that are loaded on a GPU until the process ends, and the next device of this GPU gets
+    the same modules."""
 
     def __init__(self, api: SimpleNamespace, capability: int):
         self._api = api
@@ -124,8 +125,8 @@ class CudaKernels:
 
     def launch(self, launch: Launch, stream: int, *, overlaps: bool = False) -> None:
         """Enqueue a launch on the stream (a cudaStream_t); a kernel's first use compiles and loads
-        it. overlaps: True to let the kernel, a programmatic one, start while the kernel before it
-        runs. Raises the api's DriverError."""
+        it. overlaps: True to let a programmatic kernel start while the kernel before it still runs.
+        Raises DriverError of `cuda_api.load()`."""
         kernel, grid, block, args, types, consts, smem, _ = launch
         loaded = self.load(kernel, types, consts)
         loaded.allow(smem)
@@ -177,8 +178,8 @@ class CudaKernels:
         return loaded
 
     def fast_products(self) -> list[str]:
-        """Return our own products of fp8 codes, launched so far, that accumulate in fewer bits: all
-        but those with the constant EXACT."""
+        """Return our matrix products of fp8 codes, among those launched so far, that accumulate in
+        fewer bits; products with the constant EXACT do not."""
         ours = [source for source in self._loaded if source.entry in FUSED]
         fast = [source for source in ours if not dict(source.consts).get("EXACT")]
         return [str(source) for source in fast if dict(source.types).get("A", "bf16") != "bf16"]

@@ -1,6 +1,6 @@
-"""CUDA's shared libraries: choose the release, and load the libraries early.
+"""Choose the CUDA release of the shared libraries, and load the libraries early.
 
-The module imports nothing large, so that libraries load while Python loads other modules.
+This module imports nothing large, so that libraries can load while Python imports other modules.
 """
 
 import contextlib
@@ -10,8 +10,8 @@ import os
 import threading
 from importlib import metadata
 
-# Folders, within CUDA 12's wheels, of the libraries whose file names are others in CUDA 13. The
-# file names of cuDNN and NCCL are the same in both releases.
+# LIBRARIES_OF_12 has folders, within CUDA 12's wheels, of the libraries whose file names differ in
+# CUDA 13. The file names of cuDNN and NCCL are the same in both releases.
 LIBRARIES_OF_12 = {
     "libnvrtc.so.12": "nvidia/cuda_nvrtc/lib",
     "libcublasLt.so.12": "nvidia/cublas/lib",
@@ -19,7 +19,8 @@ LIBRARIES_OF_12 = {
 
 
 def cupy_release() -> int | None:
-    """Return the CUDA release of the installed CuPy wheel, 12 or 13; None without a wheel."""
+    """Return the CUDA release of the installed CuPy wheel, 12 or 13; None if no wheel is
+    installed."""
     for major in (12, 13):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.distribution(f"cupy-cuda{major}x")
@@ -30,9 +31,9 @@ def cupy_release() -> int | None:
 @functools.cache
 def load_libraries() -> None:
     """Load NVRTC and cuBLASLt of CuPy's CUDA release before other packages search for them. CuPy,
-    cuda-bindings and nvmath-python use libraries that the process has loaded, and otherwise prefer
-    CUDA 13, which PyTorch in the same environment may install. A missing library is left to these
-    packages, which may find it elsewhere or report the error."""
+    cuda-bindings and nvmath-python use libraries that the process has already loaded; without these
+    they prefer CUDA 13, which PyTorch may have installed beside them. A missing library causes no
+    error here: these packages may find the library elsewhere, or report the error."""
     if cupy_release() != 12:
         return
     for name, folder in LIBRARIES_OF_12.items():
@@ -44,19 +45,19 @@ def load_libraries() -> None:
 
 
 def set_queues() -> None:
-    """Ask for 32 hardware queues instead of 8, before the driver opens. Streams that share a queue
-    block each other: a stream that waits for another GPU could hold up the very work that this
-    other GPU waits for."""
+    """Ask the driver for 32 hardware queues instead of 8; call this before the driver opens.
+    Streams that share a queue block each other: a stream that waits for another GPU could hold up
+    the work for which the other GPU waits."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def load_ahead(*, alone: bool) -> None:
-    """Start to open the driver and to load libraries, in a thread that leaves the interpreter to
-    others. Errors are ignored: they come again at the driver's first use. alone: True if no other
-    process shares the GPUs; then the first GPU's context is created too."""
+    """Start a thread that opens the driver and loads libraries while other threads use the
+    interpreter. Errors are ignored, because the driver's first use raises each error again. alone:
+    True if no other process shares the GPUs, so that the first GPU's context is created too."""
 
     def work() -> None:
-        with contextlib.suppress(OSError):  # no driver
+        with contextlib.suppress(OSError):  # no driver is installed
             driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
             if driver.cuInit(0) == 0 and alone:
                 driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)

@@ -1,7 +1,8 @@
-"""cuDNN's fused attention (cudnn-frontend), a library that CudaDevice launches like a kernel.
+"""cuDNN's fused attention (by the package cudnn-frontend) is a library that CudaDevice launches
+like a kernel.
 
-Tensors are passed as integer addresses: arrays would pass through DLPack, whose use of the legacy
-stream breaks graph capture. One object serves one device and one thread.
+Tensors are passed as integer addresses, because arrays would pass through DLPack, which uses the
+legacy stream and so breaks graph capture. An object serves one device and one thread.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from llmq.runtime.kernel import ceil_div
 
 MIN_CAPABILITY = 80
 MAX_BACKWARD_HEAD_DIM = 128
-MIN_VERSION = 90100  # cuDNN 9.1: deterministic backward
+MIN_VERSION = 90100  # cuDNN 9.1 is the first release with a deterministic backward
 SLACK = 1 << 20  # bytes for semaphores and rounding inside the library
 NATIVE = "use --attention native"
-FORWARD_WORKSPACE_BYTES = SLACK  # limit for forward; checked at its first call on a GPU
+# limit of the forward's workspace, checked at the first call on a GPU
+FORWARD_WORKSPACE_BYTES = SLACK
 
 
-# Sizes: B sequences of T positions, Hq query heads, Hkv key/value heads, head size Hd.
+# Sizes have these letters: B sequences of T positions, Hq query heads, Hkv key/value heads, head
+# size Hd.
 
 
 def backward_workspace_bytes(
     B: int, T: int, Hq: int, Hkv: int, Hd: int, deterministic: bool = True
 ) -> int:
-    """Return the bytes that the backward may request: an estimate that the first call on a GPU
-    checks. Fitted on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where the error
-    is within 2 MiB. The estimate is the sum of: F32 dQ, or if deterministic a dQ for each block of
-    keys (2 T^2 bytes per head of any size); if Hq > Hkv, BF16 dK and dV of every query head before
-    the sum over a group; F32 row sums. T is rounded up to a multiple of 256."""
+    """Return an estimate of the workspace that the backward requests, in bytes; the first call on a
+    GPU checks the estimate. The estimate was fitted to cuDNN 9.19 on an H100, where the error is
+    within 2 MiB if T is a multiple of 256 and the head size 64 to 128. The estimate sums F32 dQ, or
+    if deterministic a dQ for each block of keys (2 T^2 bytes per head of any size); if Hq > Hkv,
+    BF16 dK and dV of every query head; and F32 row sums. T is rounded up to a multiple of 256."""
     padded = 256 * ceil_div(T, 256)
     rows = B * Hq * padded
     d_q = 2 * rows * padded if deterministic else 4 * rows * Hd
@@ -47,34 +50,34 @@ def backward_workspace_bytes(
 def divided_workspace_bytes(
     B: int, T: int, Hq: int, Hkv: int, Hd: int, parts: int, deterministic: bool = True
 ) -> int:
-    """Return backward_workspace_bytes of the largest part, if the heads are divided into `parts`
+    """Return backward_workspace_bytes of the largest part if the heads are divided into `parts`
     parts."""
     sizes = {_computed(group, Hq, Hkv) for group in head_groups(Hq, Hkv, parts)}
     return max(backward_workspace_bytes(B, T, *n, Hd, deterministic) for n in sizes)
 
 
 def backward_scratch_bytes(T: int, Hq: int, Hkv: int, Hd: int, parts: int) -> int:
-    """Return the bytes of the deterministic backward of one sequence: its workspace and, if parts
-    split the query heads of a key/value head, their dK and dV before these are added up."""
+    """Return the scratch bytes of the deterministic backward of one sequence: its workspace and, if
+    parts split the query heads of a key/value head, dK and dV of each query head."""
     d_kv = 2 * Hq * T * Hd * BF16.itemsize * splits_query_heads(Hkv, parts)
     return divided_workspace_bytes(1, T, Hq, Hkv, Hd, parts) + d_kv
 
 
 def _computed(group: HeadGroup, Hq: int, Hkv: int) -> tuple[int, int]:
-    """Return the numbers of query and key/value heads of a group, as the library gets them. If the
-    group has only some query heads of a key/value head, the library sees one key/value head for
-    each query head, all at the same address."""
+    """Return the numbers of query and key/value heads of a group, as the library is told. If the
+    group has only some query heads of a key/value head, the library is told of one key/value head
+    for each query head, all at the same address."""
     whole = group.count * Hkv == group.kv_count * Hq
     return group.sizes if whole else (group.count, group.count)
 
 
-Layouts = dict[str, dict[str, list[int]]]  # by tensor name: the result of `_layouts`
+Layouts = dict[str, dict[str, list[int]]]  # the results of `_layouts` by tensor name
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A built graph of cuDNN. names: our name -> the library's id, for each tensor. workspace:
-    bytes that the graph needs."""
+    """A graph that cuDNN has built for one call. names: the library's id of each tensor, by our
+    name. workspace: bytes that the graph needs."""
 
     graph: Any
     names: dict[str, int]
@@ -82,7 +85,8 @@ class _Plan:
 
 
 class _Scores(NamedTuple):
-    """window: number of keys, up to its own, that a query sees. scale: factor of scores."""
+    """Parameters of the scores. window: number of keys that a query sees, including the key at its
+    own position. scale: factor by which scores are multiplied."""
 
     window: int
     scale: float
@@ -93,8 +97,8 @@ class CudnnError(Exception):
 
 
 def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
-    """Return the reason why cuDNN attention cannot compute a case; None if it can. capability:
-    compute capability times 10. dtype: the dtype of qkv."""
+    """Return the reason why cuDNN attention cannot compute this case; None if cuDNN can.
+    capability: compute capability times 10. dtype: the dtype of qkv."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
     if dtype != BF16:
@@ -106,8 +110,8 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
 
 @START.part("loading cuDNN")
 def _front_end() -> Any:
-    """Import cuDNN's front end while PyTorch is hidden: the front end would import PyTorch, for
-    seconds, only to recognize PyTorch's tensors."""
+    """Import cuDNN's front end with PyTorch hidden, because the front end imports PyTorch for
+    seconds only to recognize its tensors."""
     hidden = {} if "torch" in sys.modules else {"torch": None}
     sys.modules.update(hidden)
     try:
@@ -119,9 +123,9 @@ def _front_end() -> Any:
 
 
 class CudnnAttention:
-    """Attention forward and backward through cuDNN, for one device. `forward` and `backward` take a
-    stream (a cudaStream_t as an integer) to enqueue on, and the arguments of the library kernels of
-    these names in llmq/ops/attention/attention.py."""
+    """Attention forward and backward through cuDNN, for one device. `forward` and `backward` take
+    the stream to enqueue on (a cudaStream_t as an integer), and the arguments of the library
+    kernels of these names in llmq/ops/attention/attention.py."""
 
     def __init__(self, device_index: int):
         """Raises LlmqError if the library or its Python front end is missing or too old."""
@@ -134,25 +138,27 @@ class CudnnAttention:
                 raise RuntimeError(f"cuDNN {version} is older than {MIN_VERSION}")
             with cupy.cuda.Device(device_index):
                 self._handle = cudnn.create_handle()
-        except Exception as error:  # the loader raises many classes: ImportError, RuntimeError, …
+        # the loader raises many classes, such as ImportError and RuntimeError
+        except Exception as error:
             raise LlmqError(
                 f"cuDNN attention is not available ({error}); install nvidia-cudnn-cu12 and "
                 f"nvidia-cudnn-frontend, or {NATIVE}"
             ) from error
         self._cudnn, self._device_index = cudnn, device_index
-        # The front end raises these classes if it, or cuDNN, refuses a graph or a call.
+        # The front end raises these classes if cuDNN or the front end itself refuses a graph or a
+        # call.
         self._refusals = (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError)
-        self.errors = (CudnnError,)  # of enqueued calls
+        self.errors = (CudnnError,)  # classes of errors of enqueued calls
         self._plans: dict[tuple, _Plan] = {}
 
     @classmethod
     def of(cls, device_index: int) -> CudnnAttention:
-        """Return the library that `keep` left for this device, which is then kept no more, else a
-        new one."""
+        """Return the library object that `keep` stored for this device, which is then no longer
+        stored, or else a new one."""
         return _kept.pop(device_index, None) or cls(device_index)
 
     def keep(self) -> None:
-        """Leave this library, with its plans, to the next caller of `of`."""
+        """Store this object, with its plans, for the next caller of `of`."""
         _kept[self._device_index] = self
 
     def close(self) -> None:
@@ -168,10 +174,11 @@ class CudnnAttention:
         scale: float | None = None,
         backward: bool = True,
     ) -> None:
-        """Raise LlmqError if forward or deterministic backward will not run on this GPU. sizes: T,
-        Hq, Hkv, Hd. chunks: see attention.backward. window: number of keys, up to its own, that a
-        query sees; None: all. scale: factor of scores; None: 1 / sqrt(Hd). backward: False if only
-        forward is needed."""
+        """Raise LlmqError if the forward or the deterministic backward will not run on this GPU.
+        sizes: T, Hq, Hkv, Hd, as defined above. chunks: see attention.backward. window: number of
+        keys that a query sees, including the key at its own position; None: all. scale: factor by
+        which scores are multiplied; None: 1 / sqrt(Hd). backward: False if only the forward is
+        needed."""
         T, Hq, Hkv, Hd = sizes
         scores = _Scores(window or T, scale or Hd**-0.5)
         forward = self._plan("forward", (B, *sizes), False, scores)
@@ -191,8 +198,8 @@ class CudnnAttention:
         self._execute(plan, stream, pointers, workspace)
 
     def backward(self, stream: int, *args: Any) -> None:
-        """Enqueue the backward. d_kv: (2, Hq, T, Hd), each query head's part of dK and dV, if
-        `parts` split the query heads of a key/value head (then the batch is 1); else None."""
+        """Enqueue the attention backward. d_kv: (2, Hq, T, Hd), dK and dV of each query head, if
+        `parts` split the query heads of a key/value head (the batch is then 1); else None."""
         d_qkv, d_kv, d_out, out, lse, qkv, workspace, *sizes = args
         deterministic, parts, T, Hq, Hkv, _, window, scale = sizes
         shape = (qkv.shape[0], T, Hq, Hkv, qkv.shape[3])
@@ -232,12 +239,12 @@ class CudnnAttention:
         scores: _Scores,
         group: HeadGroup | None = None,
     ) -> _Plan:
-        """Return the graph for these sizes. The first call builds it in 0.1 s; later calls reuse
-        it. direction: "forward" or "backward". shape: (B, T, Hq, Hkv, Hd) with all heads. group:
-        the heads to compute; None: all."""
+        """Return the built graph for these sizes. The first call builds the graph in 0.1 s; later
+        calls reuse it. direction: "forward" or "backward". shape: (B, T, Hq, Hkv, Hd), where Hq and
+        Hkv count all heads. group: the heads to compute; None: all."""
         computed = _computed(group, *shape[2:4]) if group else shape[2:4]
-        band = {"diagonal_band_right_bound": 0}  # causal
-        if scores.window < shape[1]:  # the library's band begins with the query's own key
+        band = {"diagonal_band_right_bound": 0}  # the causal mask
+        if scores.window < shape[1]:  # the library counts the query's own key in the window
             band["diagonal_band_left_bound"] = scores.window
         seen = band.get("diagonal_band_left_bound")
         key = (direction, shape, computed, deterministic, seen, scores.scale)
@@ -277,7 +284,7 @@ class CudnnAttention:
     def _forward_graph(
         self, graph: Any, layouts: Layouts, *, scale: float, band: dict[str, int]
     ) -> dict[str, Any]:
-        """Add the nodes of the forward; return its tensors by name."""
+        """Add the forward's nodes to the graph; return its tensors by name."""
         q, k, v = (graph.tensor(name=name, **layouts[name]) for name in "qkv")
         out, lse = graph.sdpa(q, k, v, generate_stats=True, attn_scale=scale, **band)
         _output(out, layouts["out"])
@@ -294,7 +301,7 @@ class CudnnAttention:
         band: dict[str, int],
         deterministic: bool,
     ) -> dict[str, Any]:
-        """Add the nodes of the backward; return its tensors by name."""
+        """Add the backward's nodes to the graph; return its tensors by name."""
         layouts = layouts | {"d_out": layouts["out"]}
         tensors = {
             name: graph.tensor(name=name, **layouts[name]) for name in (*"qkv", "out", "d_out")
@@ -313,7 +320,7 @@ class CudnnAttention:
         return tensors
 
 
-_kept: dict[int, CudnnAttention] = {}  # by device index
+_kept: dict[int, CudnnAttention] = {}  # objects that `keep` stored, by device index
 
 
 def _expect_workspace(needed: int, planned: int) -> None:
@@ -327,8 +334,8 @@ def _expect_workspace(needed: int, planned: int) -> None:
 def _packed(
     prefix: str, qkv: Tensor, Hq: int, Hkv: int, heads: tuple[int, int] = (0, 0)
 ) -> dict[str, int]:
-    """Return the addresses of a query, a key and a value head in (B, T, Hq + 2 Hkv, Hd). heads:
-    numbers of the query head and the key/value head."""
+    """Return the addresses of one query, key and value head in a tensor (B, T, Hq + 2 Hkv, Hd).
+    heads: indices of the query head and of the key/value head."""
     head_bytes = qkv.shape[3] * qkv.dtype.itemsize
     head, kv_head = heads
     indices = {"q": head, "k": Hq + kv_head, "v": Hq + Hkv + kv_head}
@@ -338,8 +345,8 @@ def _packed(
 def _layouts(
     batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, count: int, kv_count: int
 ) -> Layouts:
-    """Return dim and stride (elements) of each tensor in the library's order (B, H, T, Hd). count,
-    kv_count: query and key/value heads to compute, from `_computed`."""
+    """Return dim and stride, in elements, of each tensor in the library's order (B, H, T, Hd).
+    count, kv_count: numbers of query and key/value heads to compute, from `_computed`."""
 
     def rows(num_heads: int, row: int, head: int = head_dim) -> dict[str, list[int]]:
         return {
@@ -348,9 +355,10 @@ def _layouts(
         }
 
     packed = (heads + 2 * kv_heads) * head_dim
-    shared = kv_heads < heads and count == kv_count  # some query heads of one key/value head
+    # the group has some of the query heads of a key/value head
+    shared = kv_heads < heads and count == kv_count
     keys = rows(kv_count, packed, 0 if shared else head_dim)
-    apart = rows(count, head_dim, seq_len * head_dim)  # a piece of (Hq, T, Hd)
+    apart = rows(count, head_dim, seq_len * head_dim)  # a range of heads in (Hq, T, Hd)
     return {
         "q": rows(count, packed),
         "k": keys,

@@ -1,24 +1,28 @@
-"""Declarations of a kernel's arguments: access, dtype and shape of each, and checks of calls.
+"""Declarations state access, dtype and shape of each argument of a kernel, and launches are checked
+against the declarations. An argument is declared as a tensor or a number:
 
     [sparse | boxN] [out | inout] TYPE[DIMENSIONS][?] NAME      a tensor
     TYPE NAME                                                   a number
 
-A tensor is only read unless `out` or `inout` is given. `?`: None is allowed. `box64`: the kernel
-gets the matrix as a TensorMap (cu/ptx.cuh), for copies of boxes of 64 rows. `sparse`: a launch
-touches little of the tensor, so the tensor does not count as traffic.
+A tensor is read-only, unless the declaration says `out` or `inout`. `?` means that None is allowed.
+`box64` passes the matrix to the kernel as a TensorMap (cu/ptx.cuh), for copies of boxes of 64 rows.
+`sparse` says that a launch touches few of the tensor's elements, so that the tensor does not count
+as traffic.
 
-TYPE is a dtype or a type variable, one capital letter. A launch binds the variable to the dtype of
-its tensors, which must be equal: Q to an fp8 dtype, O to an fp8 dtype other than E5M2, any other
-letter to F32 or BF16, unless the kernel's `types` says otherwise, such as `T=bf16, U=e4m3|e5m2`.
+TYPE is a dtype or a type variable, which is one capital letter. A launch binds the variable to the
+dtype of its tensors, which must be equal. The letter Q stands for an fp8 dtype, O for an fp8 dtype
+other than E5M2, and any other letter for F32 or BF16, unless the kernel's `types` says something
+else, such as `T=bf16, U=e4m3|e5m2`.
 
-Dimensions are separated by commas. `rows`: one size in all arguments, equal to the number `rows` if
-there is one. `2*F`: a multiple of the size F. `*rows`, in the first place: any number of dimensions
-with the product `rows`. Any other dimension is an expression of these names, such as `K if trans_a
-else M`. In expressions `padded(n)` is n rounded up to whole 16 bytes of codes, and `vector_T` the
-number of elements of type T in 16 bytes.
+Dimensions are separated by commas. `rows` is a size that is equal in all arguments, and equal to
+the number argument `rows` if there is one. `2*F` is a multiple of the size F. `*rows`, allowed as
+the first dimension, stands for any number of dimensions whose product is `rows`. Any other
+dimension is an expression of these names, such as `K if trans_a else M`. In expressions,
+`padded(n)` is n rounded up to a multiple of 16, and `vector_T` is the number of elements of type T
+in 16 bytes.
 
-Rules, separated by commas, compare such expressions: `C % 8` (C is a multiple of 8), `C <= 8192`,
-`k >= 1`. A rule does not apply if one of its arguments is None.
+Rules compare such expressions and are separated by commas: `C % 8` (C is a multiple of 8), `C <=
+8192`, `k >= 1`. A rule does not apply if one of its arguments is None.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from llmq.base.dtypes import BF16, DTYPES, E4M3, E4M3_HALF, F32, FP8, DType
 from llmq.base.operand import CODES_MULTIPLE
 from llmq.base.tensor import POINTER_ALIGN, Tensor
 
-# Python types of values for scalar types.
+# SCALARS has the Python types of the values that a number of each scalar type accepts.
 SCALARS: dict[str, type | tuple[type, ...]] = {
     "i32": int,
     "u32": int,
@@ -44,7 +48,7 @@ SCALARS: dict[str, type | tuple[type, ...]] = {
     "f64": (float, int),
 }
 TYPES = {"Q": FP8, "O": (E4M3, E4M3_HALF)}
-"""Allowed dtypes of type variables; FLOATS for all others."""
+"""The dtypes that a type variable allows; variables that are not listed allow FLOATS."""
 FLOATS = (F32, BF16)
 
 _ARG = re.compile(r"^(?:(sparse|box\d+) )?(?:(out|inout) )?(\w+)(?:\[(.*)\](\?)?)? (\w+)$")
@@ -53,8 +57,8 @@ _RULE = re.compile(r"^(.+) (==|%|<=|>=) (.+)$")
 
 
 def _padded(n: int) -> int:
-    """Return n rounded up to a multiple of CODES_MULTIPLE codes, which is 16 bytes; see
-    base.operand.turned."""
+    """Return n rounded up to a multiple of CODES_MULTIPLE (16 codes, 16 bytes), as
+    `base.operand.turned` pads."""
     return -(-n // CODES_MULTIPLE) * CODES_MULTIPLE
 
 
@@ -62,7 +66,7 @@ _FUNCTIONS = {"__builtins__": {}, "padded": _padded, "max": max}
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts between commas outside of brackets."""
+    """Return the parts of the text between commas that stand outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "[(") - (letter in "])")
@@ -74,15 +78,15 @@ def _split(text: str) -> list[str]:
 
 
 def _value(code: CodeType, sizes: Mapping[str, Any]) -> int | None:
-    """Return the expression's value; None if `sizes` lacks one of its names."""
+    """Return the expression's value; None if `sizes` lacks a name in the expression."""
     if all(name in sizes or name in _FUNCTIONS for name in code.co_names):
         return eval(code, _FUNCTIONS, sizes)
     return None
 
 
 class Dimension(NamedTuple):
-    """One dimension of a declared shape: `factor` times the size `name`, or the product `name` of
-    the leading dimensions, or an expression, with name ""."""
+    """One dimension of a declared shape: `factor` times the size `name`; or the product `name` of
+    the leading dimensions; or, with name "", an expression."""
 
     text: str
     name: str
@@ -91,22 +95,22 @@ class Dimension(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Dimension:
-        """Parse a dimension."""
+        """Parse the text of a dimension."""
         match = _NAMED.match(text)
         factor, name = match.groups() if match else (None, "")
         return cls(text, name, int(factor or 1), compile(text.lstrip("*"), text, "eval"))
 
     @property
     def leading(self) -> bool:
-        """True if the dimension stands for any number of dimensions."""
+        """True if the dimension stands for any number of leading dimensions."""
         return self.text.startswith("*")
 
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One declared argument. dtype: a tensor's dtype; None for a number or a type variable. shape:
-    a tensor's dimensions; None for a number. box_rows: rows of a TensorMap's box; 0: the kernel
-    gets the tensor's address."""
+    """One declared argument of a kernel. dtype: a tensor's dtype; None for a number or a type
+    variable. shape: a tensor's dimensions; None for a number. box_rows: number of rows of a
+    TensorMap's box; 0: the kernel gets the tensor's address."""
 
     name: str
     type: str
@@ -120,7 +124,7 @@ class Arg:
 
     @classmethod
     def of(cls, text: str) -> Arg:
-        """Parse an argument; ValueError if the text is not one."""
+        """Parse an argument; ValueError if the text is not an argument."""
         match = _ARG.match(text)
         if match is None:
             raise ValueError(f"kernel argument {text!r} is not `[out|inout] type[shape][?] name`")
@@ -149,7 +153,7 @@ class Arg:
 
     @property
     def is_type_variable(self) -> bool:
-        """True if a launch binds the type."""
+        """True if each launch binds the dtype."""
         return len(self.type) == 1
 
 
@@ -162,8 +166,8 @@ _COMPARISONS = {
 
 
 class Rule(NamedTuple):
-    """A condition on sizes. of_gpu: True if the condition applies only to GPUs; references take any
-    size."""
+    """A condition that sizes must satisfy. of_gpu: True if only GPUs need the condition; references
+    take any size."""
 
     text: str
     left: CodeType
@@ -173,7 +177,7 @@ class Rule(NamedTuple):
 
     @classmethod
     def of(cls, text: str, of_gpu: bool) -> Rule:
-        """Parse a rule; ValueError if the text is not one."""
+        """Parse a rule; ValueError if the text is not a rule."""
         match = _RULE.match(text)
         if match is None:
             raise ValueError(f"rule {text!r} is not `expression ==, %, <= or >= expression`")
@@ -183,7 +187,8 @@ class Rule(NamedTuple):
         )
 
     def check(self, entry: str, sizes: Mapping[str, Any]) -> None:
-        """Raise ValueError if these sizes break the rule. entry: the kernel, for the message."""
+        """Raise ValueError if these sizes break the rule. entry: name of the kernel, for the
+        message."""
         value, bound = _value(self.left, sizes), _value(self.right, sizes)
         if value is None or bound is None:
             return
@@ -193,16 +198,16 @@ class Rule(NamedTuple):
             raise ValueError(f"{entry}: {self.text} must be {wanted} {bound}{where}, got {value}")
 
 
-MOST_KNOWN = 1024  # combinations of dtypes and sizes that a declaration remembers
+MOST_KNOWN = 1024  # number of combinations of dtypes and sizes that a declaration remembers
 
 
 class Declaration:
     """The arguments of one kernel and the rules of their sizes, parsed once. The declaration
-    remembers dtypes and sizes that fit, so that steps check nothing twice."""
+    remembers dtypes and sizes that passed the check, so that repeated launches skip it."""
 
     def __init__(self, entry: str, args: str, where: str, gpu: str, types: str):
-        """args, where (rules), gpu (rules for GPUs alone), types (dtypes of type variables): texts
-        in this module's syntax. ValueError if a text cannot be parsed."""
+        """args, where (rules), gpu (rules for GPUs only), types (dtypes of type variables): texts
+        in the syntax of this module's docstring. Raises ValueError if a text cannot be parsed."""
         self.entry, self.types = entry, dict(TYPES)
         for letter, names in (text.split("=") for text in _split(types)):
             self.types[letter] = tuple(DTYPES[name] for name in names.split("|"))
@@ -222,8 +227,8 @@ class Declaration:
         self._known: dict[tuple, Any] = {}
 
     def check(self, args: tuple, on_gpu: bool) -> dict[str, DType]:
-        """Check a launch's arguments; return the dtypes of type variables. TypeError or ValueError
-        if an argument does not fit."""
+        """Check the arguments of a launch; return the dtypes of type variables. Raises TypeError or
+        ValueError if an argument does not fit."""
         if len(args) != len(self.args):
             raise TypeError(f"{self.entry}: {len(args)} arguments given, {len(self.args)} declared")
         for i, types in self._numbers:
@@ -242,8 +247,9 @@ class Declaration:
         return types
 
     def dims(self, given: Mapping[str, Tensor | int]) -> tuple[int, ...]:
-        """Return the sizes of the dimensions named in these tensors' shapes, by first appearance,
-        without names given as numbers. TypeError or ValueError if tensors do not fit."""
+        """Return the sizes of the dimensions named in the shapes of these tensors, in order of
+        first appearance, except sizes given as numbers. Raises TypeError or ValueError if tensors
+        do not fit."""
         values = given.values()
         kinds = [x.kind if type(x) is Tensor else x if type(x) is int else None for x in values]
         key = (*given, *kinds)
@@ -272,10 +278,10 @@ class Declaration:
         *,
         complete: bool = True,
     ) -> dict[str, DType]:
-        """Return the dtypes of type variables, and add the tensors' dimensions to sizes. Tensors
-        that the kernel reads come first and set the sizes; TypeError or ValueError if another
-        tensor does not fit. complete: True if all arguments are given, so that all sizes are
-        known."""
+        """Return the dtypes of type variables, and add the tensors' dimensions to `sizes`. Tensors
+        that the kernel reads come first and set the sizes; another tensor that does not fit raises
+        TypeError or ValueError. complete: True if all arguments are given and therefore all sizes
+        are known."""
         types: dict[str, DType] = {}
         given = [(arg, x) for arg, x in pairs if self._is_given(arg, x, on_gpu)]
         given.sort(key=lambda pair: (not pair[0].reads, pair[0].writes))
@@ -298,7 +304,8 @@ class Declaration:
         return types
 
     def _is_given(self, arg: Arg, tensor: Tensor | None, on_gpu: bool) -> bool:
-        """False for an allowed None; raises for a value that no kernel can read or write."""
+        """False if the tensor is None and None is allowed; raises for a value that no kernel can
+        read or write."""
         if tensor is None and arg.optional:
             return False
         if not isinstance(tensor, Tensor):
@@ -317,7 +324,7 @@ class Declaration:
         return True
 
     def _name_sizes(self, arg: Arg, tensor: Tensor, sizes: dict[str, Any]) -> None:
-        """Add to sizes those names of the declared shape that sizes lacks."""
+        """Add to `sizes` the named sizes of the declared shape that `sizes` does not have."""
         dims, shape = arg.shape, tensor.shape
         if dims and dims[0].leading and len(shape) >= len(dims) - 1:
             count = len(shape) - len(dims) + 1

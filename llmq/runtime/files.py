@@ -1,16 +1,17 @@
-"""Scratch files: the memory of the tier "ssd", which only copies reach, through pinned buffers.
+"""Scratch files on SSDs are the memory of the tier "ssd"; data reach a GPU only by copies through
+pinned buffers.
 
-The files have no names: the system frees them when the process ends, however the process ends.
-Reads and writes go past the page cache (O_DIRECT) where the file system can.
+The files have no names, so the system frees their space when the process ends for any reason. Reads
+and writes bypass the page cache (O_DIRECT) if the file system allows this.
 
     load    a thread reads a chunk into a slot; the current stream waits for the slot's flag, copies
             the slot to the GPU, and writes the flag
     store   the current stream waits for the slot's flag, copies to the slot, and writes the flag; a
             thread writes the slot to the files
 
-Each slot has a thread, so that DEPTH reads and DEPTH writes are under way at a time. Threads call
-no CUDA. Slots are used in the order in which copies are enqueued. A copy waits only for copies that
-were enqueued before, so that no wait is a circle, whatever the streams.
+A buffer slot holds one chunk and has a thread, so that up to DEPTH reads and DEPTH writes run at
+the same time. The threads call no CUDA function. Copies use the slots in the order of enqueuing. A
+copy waits only for copies that were enqueued earlier, so that no streams can deadlock.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ from llmq.base.errors import DiskError, MachineError, warn_once
 from llmq.base.tensor import SSD, Tensor
 
 BLOCK = SSD.align
-CHUNK = 8 << 20  # bytes of one read or write, and of one stripe
-DEPTH = 4  # number of reads under way at a time, and of writes
-SLOT = CHUNK + 3 * BLOCK  # a chunk may begin and end inside a block; the last block is spare
-# Room for alignment, one block of flags, the slots of reads and of writes, and a slot for copies
-# that the host waits for.
+CHUNK = 8 << 20  # bytes of one read or write, and of one stripe of a file
+DEPTH = 4  # most reads that run at the same time, and most writes
+# a chunk may begin and end inside a block; the last block is for writes of partial blocks
+SLOT = CHUNK + 3 * BLOCK
+# The buffers have space for alignment, a block of flags, the slots of reads and writes, and a slot
+# for copies that the host waits for.
 BUFFER_BYTES = 2 * BLOCK + (2 * DEPTH + 1) * SLOT
 SLOW = 5.0  # a read or write of more seconds causes a warning
-NAP = (2e-5, 1e-3)  # seconds between two looks at a flag, the first and the longest
+NAP = (2e-5, 1e-3)  # first and longest pause, in seconds, between two reads of a flag
 
 
 class Files:
-    """A range of bytes, striped over one unnamed file in each directory. All bytes are zero at
-    first."""
+    """A range of bytes, striped over an unnamed file in each directory. All bytes are zero until
+    written."""
 
     def __init__(self, folders: Sequence[Path], nbytes: int, buffers: np.ndarray):
-        """nbytes: size of the range. buffers: uint8 (BUFFER_BYTES,), pinned if a GPU copies.
-        DiskError if a directory cannot hold its part of nbytes."""
+        """nbytes: size of the range in bytes. buffers: uint8 (BUFFER_BYTES,), in pinned memory if a
+        GPU copies. Raises DiskError if a directory has too little space."""
         each = -(-nbytes // (CHUNK * len(folders))) * CHUNK
         self._untouched = True
         self._files: list[tuple[Path, Any]] = []
@@ -72,12 +74,12 @@ class Files:
                     f"--offload-dir '{folder}': {each / 2**30:.1f} GiB of scratch files cannot be "
                     f"had ({error.strerror}); make room, or give another directory"
                 ) from error
-            with contextlib.suppress(OSError):  # some file systems, such as tmpfs, refuse
+            with contextlib.suppress(OSError):  # some file systems, such as tmpfs, refuse O_DIRECT
                 flags = fcntl.fcntl(file, fcntl.F_GETFL)
                 fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
 
     def _move(self, call: Callable[..., int], start: int, data: np.ndarray) -> None:
-        """Read or write whole blocks from byte `start` on. call: os.preadv or os.pwritev.
+        """Read or write whole blocks from byte `start` on. call: os.preadv or os.pwritev. Raises
         MachineError if the disk fails."""
         while data.size:
             stripe, inside = divmod(start, CHUNK)
@@ -101,14 +103,14 @@ class Files:
             start, data = start + piece.size, data[piece.size :]
 
     def read(self, start: int, nbytes: int, slot: np.ndarray) -> np.ndarray:
-        """Read at most CHUNK bytes into a slot; return the part of the slot that has them."""
+        """Read at most CHUNK bytes into a slot; return the bytes as a view of the slot."""
         first, stop = start // BLOCK * BLOCK, -(-(start + nbytes) // BLOCK) * BLOCK
         self._move(os.preadv, first, slot[: stop - first])
         return slot[start - first : start - first + nbytes]
 
     def write(self, start: int, nbytes: int, slot: np.ndarray) -> None:
-        """Write at most CHUNK bytes, which lie in a slot behind start % BLOCK bytes. Blocks that
-        are written in part keep the rest."""
+        """Write at most CHUNK bytes, which begin at byte start % BLOCK of a slot. The other bytes
+        of a partly written block keep their values."""
         self._untouched = False
         first, stop = start // BLOCK * BLOCK, -(-(start + nbytes) // BLOCK) * BLOCK
         head, tail = start - first, stop - start - nbytes
@@ -121,23 +123,24 @@ class Files:
             blocks[-tail:] = spare[-tail:]
         self._move(os.pwritev, first, blocks)
 
-    # -- copies that the host waits for --
+    # -- synchronous copies --
 
     def load(self, target: np.ndarray, start: int) -> None:
-        """Fill uint8 (n,) with the bytes from `start` on."""
+        """Fill `target`, uint8 (n,), with the bytes from `start` on."""
         for at in range(0, target.size, CHUNK):
             part = target[at : at + CHUNK]
             part[:] = self.read(start + at, part.size, self.slots[-1])
 
     def save(self, start: int, source: np.ndarray) -> None:
-        """Write uint8 (n,) from byte `start` on."""
+        """Write `source`, uint8 (n,), from byte `start` on."""
         for at in range(0, source.size, CHUNK):
             part, inside = source[at : at + CHUNK], (start + at) % BLOCK
             self.slots[-1][inside : inside + part.size] = part
             self.write(start + at, part.size, self.slots[-1])
 
     def zero(self, start: int, nbytes: int) -> None:
-        """Write zeros. Does nothing while the files are untouched, since they are zero."""
+        """Write `nbytes` zeros from byte `start` on. Files that were never written are zero
+        already, and are not written."""
         for at in range(0, 0 if self._untouched else nbytes, CHUNK):
             self.save(start + at, np.zeros(min(CHUNK, nbytes - at), np.uint8))
 
@@ -147,20 +150,24 @@ class Files:
 
 
 class Stream(Protocol):
-    """Operations of the current stream on addresses. A CudaDevice has them."""
+    """The operations of a GPU's current stream on addresses. CudaDevice implements these
+    methods."""
 
     def copy_bytes(self, dst: int, src: int, nbytes: int) -> None: ...
 
     def wait_word(self, address: int, value: int) -> None:
-        """Wait until the 32-bit word at the address has reached the value, modulo 2**32."""
+        """Make the stream wait until the 32-bit word at the address has reached the value, modulo
+        2**32."""
 
     def write_word(self, address: int, value: int) -> None:
-        """Write the word; a reader of it also sees all earlier copies."""
+        """Enqueue a write of the 32-bit word; whoever reads the value also sees all earlier
+        copies."""
 
 
 class _Chunk(NamedTuple):
-    """A read or write of a slot. turn: counts the uses of the slot. before: reads and writes
-    of the same blocks that were enqueued earlier and must come first. done: set when the files have
+    """One read or write of a slot by the slot's thread. turn: flag value at which the thread may
+    begin. before: events of earlier reads and writes of the same blocks, which must come first.
+    done: event that is set when the chunk has been read or written. done: set when the files have
     been read or written."""
 
     start: int
@@ -171,20 +178,22 @@ class _Chunk(NamedTuple):
 
 
 class Traffic:
-    """Copies between a GPU and files. The methods only enqueue. The flag of a slot counts: 2 n for
-    turn n if the slot waits to be filled, 2 n + 1 if it is full. moved: number of chunks so far.
-    After an error threads move nothing, and let streams go on; `check` raises the error."""
+    """Copies between a GPU and scratch files; the methods only enqueue. A slot's flag is a counter:
+    2 n if the slot waits to be filled for the n-th time, 2 n + 1 once it is full. moved: number of
+    chunks that were enqueued. After an error threads move no data but still advance the flags, so
+    that streams go on; `check` raises the error."""
 
     def __init__(self, files: Files, buffers: Tensor, stream: Stream):
-        """buffers: the buffers that the files use, as a tensor. stream: enqueues the GPU's
+        """buffers: the memory of `files` as a tensor. stream: the object that enqueues the GPU's
         operations."""
         self.files, self._stream, self._buffers = files, stream, buffers
         self.moved = 0
         self._error: BaseException | None = None
         self._closed = False
         self._turns = [0] * 2 * DEPTH
-        self._used = {False: 0, True: 0}  # slots of loads, and of stores
-        # Bytes [start, stop) of whole blocks, the event after them, and True for stores.
+        self._used = {False: 0, True: 0}  # numbers of slots used by loads and by stores
+        # Each entry has the bytes [start, stop) of whole blocks, the event that ends the access,
+        # and True for a store.
         self._under_way: deque[tuple[int, int, threading.Event, bool]] = deque()
         self._chunks: list[queue.SimpleQueue[_Chunk | None]] = []
         self._threads = []
@@ -195,20 +204,20 @@ class Traffic:
             thread.start()
 
     def check(self) -> None:
-        """Raise the error of a thread, if there was one."""
+        """Raise the error of a thread, if a thread has failed."""
         if self._error is not None:
             raise self._error
 
     def load(self, target: int, start: int, nbytes: int) -> None:
-        """Copy bytes of the files, from `start` on, to an address."""
+        """Copy `nbytes` bytes of the files, from byte `start` on, to the address `target`."""
         self._enqueue(target, start, nbytes, stores=False)
 
     def store(self, start: int, source: int, nbytes: int) -> None:
-        """Copy bytes at an address to the files."""
+        """Copy `nbytes` bytes at the address `source` to the files."""
         self._enqueue(source, start, nbytes, stores=True)
 
     def _address(self, data: np.ndarray) -> int:
-        """Return the GPU's address of a part of the buffers."""
+        """Return the address that the GPU uses for a view of the buffers."""
         return self._buffers.ptr + data.ctypes.data - self._buffers.numpy().ctypes.data
 
     def _enqueue(self, address: int, start: int, nbytes: int, *, stores: bool) -> None:
@@ -252,13 +261,13 @@ class Traffic:
             try:
                 if self._error is None:
                     move(chunk.start, chunk.nbytes, slot)
-            except Exception as error:  # `check` raises it in the rank's thread
+            except Exception as error:  # `check` raises the error in the rank's thread
                 self._error = error
             self.files.flags[index] = _word(chunk.turn + 1 + stores)
             chunk.done.set()
 
     def _reaches(self, index: int, value: int) -> bool:
-        """Wait until a slot's flag has reached a value; False if the traffic was closed."""
+        """Wait until a slot's flag has reached a value; return False if `close` was called."""
         nap, longest = NAP
         while _word(int(self.files.flags[index]) - value) >= 1 << 31:
             if self._closed:
@@ -268,13 +277,13 @@ class Traffic:
         return True
 
     def drain(self) -> None:
-        """Wait until all stores are in the files, after the streams are done."""
+        """Wait until all stores are in the files; the streams must be done."""
         for _, _, done, _ in self._under_way:
             done.wait()
         self.check()
 
     def close(self) -> None:
-        """End the threads and close the files; the streams are done, or were stopped."""
+        """End the threads and close the files; the streams must be done or stopped."""
         self._closed = True
         for chunks in self._chunks:
             chunks.put(None)

@@ -1,4 +1,4 @@
-"""Properties of a GPU and releases of its libraries, for reports."""
+"""Properties of a GPU and the releases of CUDA libraries, for reports."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -11,10 +11,10 @@ from llmq.runtime.nvml import open_nvml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInfo:
-    """One GPU as CUDA sees it. memory, free, l2_size: bytes. shared_mem: bytes of shared memory of
-    one multiprocessor. major, minor: compute capability. bus_id: PCI address, by which NVML finds
-    the GPU whatever CUDA_VISIBLE_DEVICES is. cuda_driver, cuda_runtime: releases, as 1000 * major +
-    10 * minor."""
+    """The properties of a GPU as CUDA reports them. memory, free, l2_size: bytes. shared_mem: bytes
+    of shared memory of one multiprocessor. major, minor: compute capability. bus_id: PCI address,
+    by which NVML finds the GPU independently of CUDA_VISIBLE_DEVICES. cuda_driver, cuda_runtime:
+    releases as 1000 * major + 10 * minor."""
 
     name: str
     bus_id: str
@@ -44,8 +44,8 @@ def bus_id(index: int) -> str:
 
 
 def cuda_uuid(index: int) -> str:
-    """Return the UUID of GPU `index`, or of the MIG instance in its place, in hexadecimal. CuPy
-    cuts the UUID at a zero byte."""
+    """Return the UUID of GPU `index`, or of the MIG instance that CUDA shows as this GPU, in
+    hexadecimal. CuPy cuts off the UUID at its first zero byte."""
     from cupy.cuda import runtime
 
     return runtime.getDeviceProperties(index).get("uuid", b"").hex()
@@ -53,7 +53,7 @@ def cuda_uuid(index: int) -> str:
 
 def gpu_info(index: int) -> GpuInfo:
     """Return the properties of GPU `index`, which must be usable and the calling thread's current
-    GPU. MachineError if other programs leave no memory to open it."""
+    GPU. Raises MachineError if other programs leave too little memory to open the GPU."""
     from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)
@@ -80,7 +80,8 @@ def gpu_info(index: int) -> GpuInfo:
 
 
 def least_free(count: int) -> int:
-    """Return the free bytes of the fullest of the first `count` GPUs. Errors: see gpu_info."""
+    """Return the free bytes of that one of the first `count` GPUs that has the least. Errors are
+    raised as in gpu_info."""
     from cupy.cuda import runtime
 
     current, free = runtime.getDevice(), []
@@ -94,8 +95,9 @@ def least_free(count: int) -> int:
 
 
 def drives_display(count: int) -> bool:
-    """True if NVML reports a display on one of the first `count` GPUs."""
-    with contextlib.suppress(Exception):  # no module, no library, no answer: different classes
+    """True if NVML reports a display on at least one of the first `count` GPUs."""
+    # missing modules, missing libraries and silent GPUs raise different classes
+    with contextlib.suppress(Exception):
         nvml = open_nvml()
         for index in range(count):
             handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id(index))
@@ -115,7 +117,7 @@ _LIBRARIES: dict[str, Callable[[], object]] = {
 def library_versions(
     libraries: Mapping[str, Callable[[], object]] = _LIBRARIES,
 ) -> dict[str, str]:
-    """Return the releases of the CUDA libraries in use, without libraries that do not load."""
+    """Return the releases of the CUDA libraries in use; libraries that do not load are left out."""
     versions = {}
     for name, read in libraries.items():
         with contextlib.suppress(Exception):  # loaders raise errors of many classes

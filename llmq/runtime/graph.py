@@ -1,4 +1,4 @@
-"""CUDA graphs: a function's second run is captured, every later run is a replay."""
+"""CUDA graphs: the second run of a function is captured, and every later run replays the graph."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,15 +9,15 @@ from typing import Any
 from llmq.base.stopwatch import START
 from llmq.runtime.device import Event
 
-WAIT_EXTERNAL = 1  # cudaEventWaitExternal: the event is recorded outside of the graph
-# Kernels run after their launch returns, so that a later call reports a failed kernel's error.
+WAIT_EXTERNAL = 1  # cudaEventWaitExternal: the event is recorded outside the graph
+# Kernels run after their launch returns, so a later call may report the error of a failed kernel.
 LATE = "this may be of something enqueued earlier, LLMQ_SYNC=1 in the environment says of what"
 
 
 @contextlib.contextmanager
 def noticing(api: Any, what: str) -> Iterator[None]:
-    """Reraise a CUDA error within the block as RuntimeError, with the name of the call that noticed
-    it (`what`) and a way to find the cause."""
+    """Reraise a CUDA error of the block as RuntimeError, with the name of the call that noticed the
+    error (`what`) and a way to find the cause."""
     try:
         yield
     except api.CUDARuntimeError as error:
@@ -25,11 +25,11 @@ def noticing(api: Any, what: str) -> Iterator[None]:
 
 
 class CudaEvent(Event):
-    """A CUDA event. capture: the graph capture in which the event was last recorded; None if that
-    was outside of a graph."""
+    """A CUDA event. capture: the graph capture in which the event was last recorded; None if the
+    last record was outside a graph."""
 
     def __init__(self, api: Any, handle: int, waiting: Callable[[], AbstractContextManager]):
-        """waiting: returns a context manager, within which the host waits."""
+        """waiting: function that returns a context manager, within which the host waits."""
         self._api = api
         self._waiting = waiting
         self.handle = handle
@@ -42,9 +42,10 @@ class CudaEvent(Event):
 
 @dataclass(eq=False, slots=True)
 class Capture:
-    """One captured function. executable: handle of the graph; 0 until instantiated. stack_used:
-    bytes of the stack in use when the function starts; replays need the same number. streams: names
-    of the side streams that the function uses. events: events that the function records."""
+    """The graph of one captured function. executable: handle of the instantiated graph; 0 before.
+    stack_used: bytes of the stack in use when the function starts; replays need the same number.
+    streams: names of the side streams (all but "main") that the function uses. events: events that
+    the function records."""
 
     stack_used: int
     executable: int = 0
@@ -53,13 +54,12 @@ class Capture:
 
 
 class Graphs:
-    """The graphs of one device by key, for one thread. Streams and events outside see the same
-    order as if a replay called the function: the graph waits for the function's side streams, these
-    streams wait for the graph, and each event that the function records passes when the whole graph
-    is done."""
+    """The graphs of one device by key, used by one thread. Work outside the graph is ordered as if
+    a replay called the function: the graph waits for its side streams, the side streams wait for
+    the graph, and each event recorded in the function passes when the whole graph is done."""
 
     def __init__(self, api: Any, streams: dict[str, int], new_event: Callable[[], int]):
-        """api: CuPy's CUDA runtime module. streams: handles by name, "main" among them."""
+        """api: CuPy's CUDA runtime module. streams: stream handles by name, including "main"."""
         self._api = api
         self._streams = streams
         self._main = streams["main"]
@@ -70,16 +70,17 @@ class Graphs:
         self.capturing: Capture | None = None
 
     def prepare(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
-        """Capture fn's launches and run nothing. All kernels must be loaded and tuned before."""
+        """Capture the launches of fn without running. All kernels must have been loaded and tuned
+        before."""
         self._ran.add(key)
         if key not in self._captured:
             captured = self._captured[key] = self._capture(key, fn, stack_used)
             self._api.graphUpload(captured.executable, self._main)
 
     def run(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
-        """Run fn's launches: directly at first, later from a graph. The first run loads, tunes and
-        allocates everything, because capturing forbids it. RuntimeError if a replay would use other
-        addresses."""
+        """Run the launches of fn: directly in the first run, and from a graph in later runs. The
+        first run loads, tunes and allocates everything, because a capture forbids these. Raises
+        RuntimeError if a replay would use other addresses."""
         if key not in self._ran:
             self._ran.add(key)
             fn()
@@ -96,7 +97,7 @@ class Graphs:
             self._launch(captured)
 
     def use_stream(self, name: str) -> None:
-        """Add a stream to the current capture; its work follows the graph's start."""
+        """Add a stream to the current capture; the stream's work follows the graph's start."""
         if name != "main" and name not in self.capturing.streams:
             self.capturing.streams.append(name)
             self._api.streamWaitEvent(self._streams[name], self._start)
@@ -141,8 +142,8 @@ class Graphs:
         return capture
 
     def _abandon(self) -> None:
-        """End a failed capture, so that the stream is usable again."""
-        # Errors here only follow from the error that broke the capture, which is reported.
+        """End a failed capture, so that the stream can be used again."""
+        # The error that broke the capture is reported; errors here are only its consequences.
         with contextlib.suppress(self._api.CUDARuntimeError):
             self._api.graphDestroy(self._api.streamEndCapture(self._main))
 
@@ -160,7 +161,7 @@ class Graphs:
         self._api.streamWaitEvent(then, self._side)
 
     def close(self) -> None:
-        """Destroy all graphs; functions that have run are captured again at their next run."""
+        """Destroy all graphs; a function that has run before is captured again at its next run."""
         for captured in self._captured.values():
             self._api.graphExecDestroy(captured.executable)
         self._captured.clear()

@@ -1,8 +1,9 @@
-"""Heartbeats between the processes of a run: does each process answer, and does any rank progress?
+"""Heartbeats between the processes of a run tell whether each process answers and whether any rank
+makes progress.
 
-A thread of each process tells the first process what its ranks do, and the first process answers.
-The thread does so even if all other threads wait. All processes on all machines end if a process
-stays silent too long, or if no rank makes progress.
+A thread of each process sends the state of its ranks to the first process, which answers. The
+thread sends heartbeats even if all other threads wait. All processes on all machines end if a
+process stays silent too long, or if no rank makes progress.
 """
 
 import sys
@@ -14,13 +15,14 @@ from typing import Any, NamedTuple
 from llmq.base.errors import MachineError
 from llmq.runtime.workers import RankPool
 
-STARTING = 60.0  # seconds: loading CUDA libraries may stop all threads of a process this long
-LATER = 3.0  # seconds: the first process, which knows more, gives up this much earlier
+# seconds of silence that are allowed at the start, when loading CUDA libraries may stop all threads
+STARTING = 60.0
+LATER = 3.0  # seconds by which other processes wait longer than the first, which knows more
 
 
 class Doing(NamedTuple):
-    """The state of a rank. waits: True if the rank waits for another rank, and so is not the cause
-    of a hang. line: the rank's activity in words."""
+    """The state of a rank. waits: True if the rank waits for another rank, so that it cannot be the
+    cause of a hang. line: the rank's activity as a line of text."""
 
     rank: int
     waits: bool
@@ -28,8 +30,8 @@ class Doing(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The message of a process. idle: seconds since one of its ranks made progress. busy: True if a
-    rank has work. ended: True if the process has ended."""
+    """The message of a heartbeat. idle: seconds since the last progress of any rank of the process.
+    busy: True if at least one rank has work. ended: True if the process has ended."""
 
     idle: float
     busy: bool
@@ -41,19 +43,20 @@ class Heartbeat:
     """The heartbeat thread of one process."""
 
     def __init__(self, mpi: Any, seconds: float):
-        """mpi: an `llmq.runtime.mpi.Mpi`. seconds: --watchdog, positive."""
+        """mpi: the process's `llmq.runtime.mpi.Mpi`. seconds: value of --watchdog, positive."""
         self._mpi = mpi
         self._pool: RankPool | None = None
         self._waits: Callable[[int], bool] = lambda rank: False
         self._seconds = seconds + (0.0 if mpi.first else LATER)
-        self._beats: dict[int, tuple[float, Beat]] = {}  # by process: the last beat and its time
+        self._beats: dict[int, tuple[float, Beat]] = {}  # last beat of each process, and its time
         self._start = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
-        """Report what these ranks do. waits: returns True if a rank waits for another."""
+        """From now on report the activity of the ranks of `pool`. waits: function that returns True
+        if a rank waits for another rank."""
         self._waits, self._pool = waits, pool
         self._tell()
 
@@ -70,7 +73,8 @@ class Heartbeat:
 
     @property
     def _others(self) -> range:
-        """The processes to tell: all others for the first process, the first for all others."""
+        """Return the processes to which this process sends: the first sends to all others, and all
+        others send to the first."""
         return range(1, self._mpi.count) if self._mpi.first else range(1)
 
     def _tell(self, *, ended: bool = False) -> Beat:
@@ -93,7 +97,8 @@ class Heartbeat:
         return time.monotonic() - self._beats.get(process, (self._start,))[0]
 
     def _silent(self, others: range) -> str | None:
-        """Return an error that names a process that does not answer; None if all answer."""
+        """Return an error that names a process that does not answer; None if all processes
+        answer."""
         for process in others:
             _, last = self._beats.get(process, (0.0, None))
             age = self._age(process)
@@ -109,7 +114,7 @@ class Heartbeat:
         return f"process {process} on machine '{self._mpi.machines[process]}'"
 
     def _hanging(self, own: Beat) -> str | None:
-        """Return an error if no rank of any process makes progress, else None."""
+        """Return an error if no rank of any process makes progress; else None."""
         beats = {0: own} | {process: beat for process, (_, beat) in self._beats.items()}
         ages = {process: self._age(process) for process in self._beats} | {0: 0.0}
         idle = min(beat.idle + ages[process] for process, beat in beats.items())
@@ -133,7 +138,7 @@ class Heartbeat:
         self._mpi.abort(MachineError.STATUS)
 
     def close(self) -> None:
-        """Stop the thread, and tell other processes that this one has ended."""
+        """Stop the thread, and tell the other processes that this process has ended."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,4 +1,4 @@
-"""The CPU as a device: launches call kernels' NumPy references on views of the tensors."""
+"""HostDevice is the CPU: a launch calls the kernel's NumPy reference on views of the tensors."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ from llmq.runtime.mesh import Mesh
 
 @cache
 def reference(kernel: Kernel) -> Callable[..., None]:
-    """Return a kernel's reference, a NumPy function."""
+    """Return the NumPy function that is a kernel's reference."""
     return getattr(importlib.import_module(f"llmq.ref.{kernel.module}"), kernel.entry)
 
 
@@ -37,9 +37,10 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 class HostDevice(Device):
-    """Runs on NumPy arrays, in the calling thread. poison: True to fill each allocated tensor with
-    0xFF (NaN in every float format), which exposes reads of memory that nothing wrote. mesh: see
-    Device. folders: directories for the files of the tier "ssd"."""
+    """A device that computes with NumPy arrays in the calling thread. poison: True to fill each
+    allocated tensor with 0xFF bytes (NaN in every float format), which exposes reads of unwritten
+    memory. mesh: the rank's mesh, see Device. folders: directories for the files of the tier
+    "ssd"."""
 
     kind = "host"
 
@@ -56,7 +57,7 @@ class HostDevice(Device):
         for place, size in sizes.items():
             if place == SSD.name:
                 continue
-            # NumPy aligns arrays to 16 bytes only; the arena needs 256.
+            # NumPy aligns arrays to only 16 bytes, but the arena needs 256.
             raw = TIERS.get(place, DEVICE).memory(size + 256)
             skip = -raw.ctypes.data % 256
             data = raw[skip : skip + size]
@@ -85,7 +86,7 @@ class HostDevice(Device):
 
     def _launch(self, launch: Launch) -> None:
         args = [a.numpy() if isinstance(a, Tensor) else a for a in launch.args]
-        # No NumPy warnings: the trainer reports a run that diverges.
+        # NumPy's warnings are off, because the trainer itself reports a run that diverges.
         with np.errstate(all="ignore"):
             named = {name: launch.consts.get(name.upper()) for name in constants_of(launch.kernel)}
             constants = {name: value for name, value in named.items() if value is not None}
@@ -140,8 +141,9 @@ class HostDevice(Device):
             fn()
 
     def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
-        """Run fn and record its calls of references; later runs of the key repeat only these calls.
-        With several ranks, with poison, or if `instead` replaces a method, fn always runs."""
+        """Run fn and record its calls of references; later runs with the same key repeat only these
+        calls. fn always runs if there are several ranks, with poison, or while `instead` replaces a
+        method."""
         watched = self.poison or {"launch", "copy", "zero"} & vars(self).keys()
         if self._capture_only or watched or self.mesh.size() > 1:
             self.graph(key, fn)

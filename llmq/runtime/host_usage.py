@@ -1,4 +1,4 @@
-"""Load of the CPUs, memory of the host, and memory that a process may still take."""
+"""The load of the CPUs, the memory of the host, and the memory that a process may still take."""
 
 import os
 from collections.abc import Iterator
@@ -8,31 +8,34 @@ import psutil
 
 
 def host_memory() -> tuple[int, int]:
-    """Return (available, total) bytes of host memory; available includes what can be freed."""
+    """Return (available, total) bytes of host memory; available memory includes caches that can be
+    freed."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 
 
 def available_host_memory() -> int:
-    """Return the bytes that this process may still take: free memory, or less in a cgroup."""
+    """Return the bytes that this process may still take: the host's available memory, or less if a
+    cgroup limits the process."""
     return min([host_memory()[0], *_cgroup_headrooms()])
 
 
 def _cgroup_headrooms(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """Yield the bytes left under each memory limit above this process; file caches count as
-    free."""
+    """Yield the bytes left under each cgroup memory limit that applies to this process; file caches
+    count as free."""
     for line in _lines(membership):
         _, controllers, group = line.split(":", 2)
-        if controllers == "":  # version 2
+        if controllers == "":  # cgroups version 2
             root, limit, used, cache = mount, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             root, cache = mount / "memory", "total_inactive_file"
             limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # A container may see the host's name of the group, while the group is mounted as the root.
+        # A container may read the host's name of its cgroup, although the cgroup is mounted as the
+        # root.
         inner = root / group.lstrip("/")
         for folder in (inner, *inner.parents):
             most, current = _lines(folder / limit), _lines(folder / used)
@@ -56,15 +59,15 @@ _IDLE = ("idle", "iowait")
 
 
 class HostUsage:
-    """The CPUs that this process may use, and the memory of the machine."""
+    """Readings of the CPUs that this process may use and of the machine's memory."""
 
     def __init__(self) -> None:
         self._before = self._times()
 
     def read(self) -> dict[str, int]:
-        """Return a reading. cpus: number of CPUs that this process may use. util: percent of the
-        CPUs' time in use since the last reading, or UNSUPPORTED. memory_used, memory_total:
-        bytes."""
+        """Return a reading as a dictionary. cpus: number of CPUs that this process may use. util:
+        percent of the CPUs' time in use since the last reading, or UNSUPPORTED. memory_used,
+        memory_total: bytes of the machine's memory."""
         times, before = self._times(), self._before
         busy, total = (now - then for now, then in zip(times, before, strict=True))
         available, memory = host_memory()
@@ -78,7 +81,8 @@ class HostUsage:
         }
 
     def _times(self) -> tuple[float, float]:
-        """Return (busy, total) seconds, summed over the CPUs that this process may use."""
+        """Return (busy, total) seconds since boot, summed over the CPUs that this process may
+        use."""
         allowed, busy, total = allowed_cpus(), 0.0, 0.0
         try:
             cpus = psutil.cpu_times(percpu=True)
@@ -96,5 +100,5 @@ def allowed_cpus() -> set[int]:
     """Return the numbers of the CPUs that this process may run on."""
     try:
         return os.sched_getaffinity(0)
-    except AttributeError:  # not Linux
+    except AttributeError:  # only Linux has sched_getaffinity
         return set(range(os.cpu_count() or 1))

@@ -12,23 +12,22 @@ from llmq.base.dtypes import DType
 from llmq.base.tensor import Tensor
 from llmq.runtime.declaration import Arg, Declaration
 
-# Type variables of each kernel file, over all its declared entry points: a compilation defines all
-# variables, even ones that the launched entry does not use.
+# TYPE_VARIABLES has the type variables of each kernel file, over all its declared entry points.
 TYPE_VARIABLES: defaultdict[str, set[str]] = defaultdict(set)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An entry point of llmq/cu/<file>, or of a library if `file` has no `.cu` ending. Its
-    reference is the function of the same name in llmq/ref/<file>.py. Both take the declared
-    arguments in this order, and launchers use the same names.
+    """A kernel is an entry point of llmq/cu/<file>, or of a library if `file` does not end in
+    `.cu`. The kernel's reference is the function of the same name in llmq/ref/<file>.py. Kernel and
+    reference take the declared arguments in this order, and launchers use the same names.
 
-    args: the declaration (llmq/runtime/declaration.py). where: rules that sizes must satisfy. gpu:
-    further rules for the CUDA kernel alone. types: dtypes of type variables, such as "T=bf16,
-    U=e4m3|e5m2"; the bound dtype is the compiler's -D<letter>. capability: the only compute
-    capability, times 10, that has the kernel's instructions; None: every supported GPU has them.
-    programmatic: True if the kernel calls start_next_kernel and wait_for_earlier_kernels
-    (cu/ptx.cuh), so that two such kernels in a row may overlap."""
+    args: the declaration of the arguments (syntax: llmq/runtime/declaration.py). where: rules that
+    the sizes must satisfy. gpu: further rules that apply only to the CUDA kernel. types: dtypes of
+    type variables, such as "T=bf16, U=e4m3|e5m2"; the compiler gets the bound dtype as -D<letter>.
+    capability: the only compute capability, times 10, that has the kernel's instructions; None if
+    every supported GPU has them. programmatic: True if the kernel calls start_next_kernel and
+    wait_for_earlier_kernels (cu/ptx.cuh), so that two such kernels in a row may overlap."""
 
     file: str
     entry: str
@@ -51,12 +50,12 @@ class Kernel:
 
     @property
     def op(self) -> str:
-        """The operation of this entry: the stem of its file."""
+        """The operation of this entry point, which is the stem of its file's name."""
         return self.module.rpartition(".")[2]
 
     @property
     def module(self) -> str:
-        """The operation's module below llmq.ops and llmq.ref, with its room, such as
+        """The path of the operation's module below llmq.ops and llmq.ref, such as
         product.matmul."""
         return self.file.removesuffix(".cu").replace("/", ".")
 
@@ -67,20 +66,20 @@ class Kernel:
 
     def bind(self, args: tuple, *, on_gpu: bool = True) -> dict[str, DType]:
         """Check a launch's arguments against the declaration; return the dtypes of type variables.
-        TypeError or ValueError names entry, argument, expected and given."""
+        The TypeError or ValueError names entry point, argument, expected and given value."""
         return self.declaration.check(args, on_gpu)
 
     def dims(self, **given: Tensor | int) -> tuple[int, ...]:
         """Return the sizes of the dimensions named in these arguments' shapes, in order of first
-        appearance. Launchers need these sizes before the launch. Sizes that `given` has as numbers
-        are left out. Errors: see `bind`."""
+        appearance. Launchers need these sizes before the launch. Sizes that are arguments in
+        `given` are left out. Errors are raised as in `bind`."""
         return self.declaration.dims(given)
 
     def traffic(self, args: tuple) -> tuple[int, int, int]:
-        """Return the bytes that one launch must move: bytes of device memory, bytes read from host
-        memory, bytes written to host memory. A declared access reads or writes the whole tensor
-        once. A `sparse` tensor does not count, because a launch touches few of its elements. A
-        `workspace` does not count, because a library's use of it is unknown."""
+        """Return the bytes that one launch must move: in device memory, read from host memory, and
+        written to host memory. A declared access reads or writes the whole tensor once. A `sparse`
+        tensor does not count, because a launch accesses few of its elements. A `workspace` does not
+        count, because a library's use of it is unknown."""
         device = loaded = stored = 0
         for index, arg in self._moved:
             tensor = args[index]
@@ -103,9 +102,9 @@ def formats(tensors: Iterable[Tensor | None]) -> str:
 
 
 class KernelSource(NamedTuple):
-    """The source of one compilation: a kernel with its types and constants. file: a path in
-    llmq/cu. types: sorted (type variable, dtype name). consts: sorted (name, value), the compiler's
-    -DNAME=value."""
+    """The source of one compilation: a kernel with its types and constants. file: path of the
+    kernel file in llmq/cu. types: sorted pairs (type variable, dtype name). consts: sorted pairs
+    (name, value), which become -DNAME=value."""
 
     file: str
     entry: str
@@ -126,7 +125,7 @@ class KernelSource(NamedTuple):
         )
 
 
-@cache  # the same few hundred in all launches
+@cache  # all launches need the same few hundred sources
 def _source(
     file: str, entry: str, types: tuple[tuple[str, DType], ...], consts: tuple[tuple[str, int], ...]
 ) -> KernelSource:

@@ -1,4 +1,4 @@
-"""The machine of a run: its CPU or GPUs, and the memory that a run may use."""
+"""The machine of a run is its CPU or GPUs, with the memory that the run may use."""
 
 import contextlib
 import os
@@ -17,11 +17,12 @@ from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.world import World
 
-# The card that `llmq plan` assumes by default. It has at least as many multiprocessors as any real
-# card (an RTX PRO 6000 has 188), which makes most workspaces largest, and the library's largest
-# workspace. (Workspaces of adapters' gradients may be larger on a small card.) Its capability is
-# not Hopper's: Hopper's fused products need less scratch than two kernels do elsewhere. The fused
-# product that needs more is planned for this card, too (`ops/product/matmul_fused.py`).
+# PLAN_SPEC is the device that `llmq plan` assumes by default. It has the largest matrix-product
+# workspace and at least as many multiprocessors as any real card (an RTX PRO 6000 has 188), which
+# makes most workspaces largest. (Workspaces of adapters' gradients may be larger on a small card.)
+# PLAN_SPEC's compute capability is not Hopper's, because Hopper's fused products need less scratch
+# memory than two kernels on other cards. The fused product that needs more is planned for PLAN_SPEC
+# too (`ops/product/matmul_fused.py`).
 PLAN_SPEC = DeviceSpec(
     name="any GPU", capability=100, num_sms=192, memory=0, library_workspace=32 * MIB
 )
@@ -29,11 +30,11 @@ PLAN_SPEC = DeviceSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A chosen kind of device, and the number of devices. kind: "host" or "cuda". spec: the
-    properties of each device; if GPUs differ, a spec that fits all. note: one line for the user
-    about the choice, or None. world: all processes and their ranks; each rank has one device.
-    indices: numbers of this process's GPUs, by rank; empty: GPUs 0, 1, and so on. specs: the
-    properties of each device of this process."""
+    """The kind of device that was chosen, and the number of devices. kind: the word "host" or
+    "cuda". spec: the properties of each device; if GPUs differ, a spec that fits all. note: a line
+    that explains the choice to the user, or None. world: all processes and their ranks; each rank
+    has one device. indices: numbers of this process's GPUs by rank; empty means GPUs 0, 1, and so
+    on. specs: the properties of each device of this process."""
 
     kind: str
     spec: DeviceSpec
@@ -52,7 +53,7 @@ class Machine:
         return self.indices[place] if self.indices else place
 
     def compile_ahead(self, sources: Iterable[KernelSource]) -> None:
-        """Start to compile kernels that will be launched; does nothing on the CPU."""
+        """Start to compile kernels that will be launched later; on the CPU nothing is compiled."""
         if self.kind == "cuda":
             from llmq.runtime import cuda_api
             from llmq.runtime.compile import compile_ahead
@@ -68,11 +69,12 @@ class Machine:
         tune: bool = True,
         folders: Sequence[Path] = (),
     ) -> Device:
-        """Return the device of a rank of this process, with the sizes of a plan; LlmqError if it
-        has too little memory. Call this in the thread that will use the device; with several ranks
-        this moves the thread to the CPUs near its GPU. mesh: the rank's mesh; None: the first
-        rank's mesh, with a shard for each rank. graphs, tune: values of --use-cuda-graphs and
-        --tune, without effect on the CPU. folders: directories of --offload-dir."""
+        """Return the device of a rank of this process, with the memory sizes of a plan; LlmqError
+        if the device has too little memory. Call this in the thread that will use the device; with
+        several ranks the call also moves the thread to the CPUs near its GPU. mesh: the rank's
+        mesh; None: the first rank's mesh, with a shard for each rank. graphs, tune: values of
+        --use-cuda-graphs and --tune, which the CPU ignores. folders: directories given by
+        --offload-dir."""
         mesh = mesh or Mesh.of(self.world_size)
         if self.kind == "host":
             _check_host_memory(sizes, self.world.ranks_here)
@@ -82,8 +84,7 @@ class Machine:
         index = self.index(mesh.rank)
         if self.world_size > 1:
             stay_near(bus_id(index))
-        # Different GPUs use the same grids, because grids determine the workspaces that were
-        # planned.
+        # Different GPUs use the same grids, because the planned workspaces depend on the grids.
         return CudaDevice(
             *(index, sizes),
             graphs=graphs,
@@ -95,8 +96,8 @@ class Machine:
 
 
 def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
-    """Return device `index` of a machine, opened like `Machine.open` but as a single rank and
-    without tuning. For devices that work side by side and exchange nothing."""
+    """Return device `index` of a machine, opened like `Machine.open` but as the only rank and
+    without tuning. Devices opened in this way work side by side and exchange nothing."""
     if machine.kind == "host":
         _check_host_memory(sizes, 1)
         return HostDevice(sizes)
@@ -110,9 +111,9 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
 @START.part("opening the driver")
 def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
     """Return the devices of this process, and the world with a rank for each device. device:
-    "auto", "cpu" or "cuda". gpus: number of this process's ranks; 0: one for each GPU, or a single
-    one on the CPU. world: the processes of the run, which all call this function. LlmqError if the
-    devices are absent; the message says why and what to do."""
+    "auto", "cpu" or "cuda". gpus: number of this process's ranks; 0: a rank for each GPU, or a
+    single rank on the CPU. world: the processes of the run, all of which call this function. Raises
+    LlmqError if the devices are missing; the message says why and what to do."""
 
     def look() -> tuple[str, int, str | None, list[str]]:
         kind, note = _kind_of(device)
@@ -149,13 +150,13 @@ def choose_machine(device: str, gpus: int, world: World = World()) -> Machine:
 
 
 def _kind_of(device: str) -> tuple[str, str | None]:
-    """Return "host" or "cuda", and a note on the choice or None."""
+    """Return "host" or "cuda", and a note that explains the choice, or None."""
     if device == "cpu":
         return "host", None
     from llmq.runtime import cuda_api
 
     try:
-        cuda_api.device_spec(0)  # raises with the reason if there is no GPU
+        cuda_api.device_spec(0)  # device_spec raises an error with the reason if there is no GPU
         return "cuda", None
     except LlmqError as error:
         if device != "auto":
@@ -176,7 +177,7 @@ def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
 
 
 def difference(names: list[str]) -> str | None:
-    """Return a warning if GPUs with these names differ, else None."""
+    """Return a warning if the GPUs' names differ; else None."""
     if len(set(names)) == 1:
         return None
     all_ = ", ".join(names)
@@ -186,11 +187,11 @@ def difference(names: list[str]) -> str | None:
 def divide_gpus(
     machines: Sequence[str], wishes: Sequence[tuple[int, list[str]]]
 ) -> list[tuple[int, ...]]:
-    """Return, for each process, the numbers of the GPUs that it takes among the GPUs that it sees.
-    machines: name of each process's machine. wishes: for each process, the value of --gpus and the
-    bus ids of the GPUs that it sees. A process takes GPUs of its machine that no earlier process
-    has taken. With --gpus 0, processes that see the same GPUs share them equally. ConfigError if
-    there are too few."""
+    """Return, for each process, the numbers of the GPUs that the process takes among the GPUs that
+    it sees. machines: name of the machine of each process. wishes: for each process, the value of
+    --gpus and the bus ids of the GPUs that it sees. A process takes those GPUs of its machine that
+    no earlier process has taken. With --gpus 0, processes that see the same GPUs share them
+    equally. Raises ConfigError if there are too few GPUs."""
     taken: set[tuple[str, str]] = set()
     divided = []
     for index, (machine, (asked, ids)) in enumerate(zip(machines, wishes, strict=True)):
@@ -213,7 +214,8 @@ def divide_gpus(
 
 
 def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
-    """Return a spec of what all these GPUs can do, with workspaces large enough for each GPU."""
+    """Return a spec with the features that all these GPUs have, and with workspaces large enough
+    for each GPU."""
     return DeviceSpec(
         name=specs[0].name,
         capability=min(spec.capability for spec in specs),
@@ -224,10 +226,11 @@ def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
 
 
 def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
-    """Raise LlmqError if memory is short. ranks_here: ranks on this machine with equal needs."""
+    """Raise LlmqError if the host has too little memory. ranks_here: number of ranks on this
+    machine, which all need equal memory."""
     needed = (sizes.on_device + sizes.host) * ranks_here
     available = available_host_memory()
-    if needed > available:  # else the system would kill the process later
+    if needed > available:  # the system would kill the process later
         raise LlmqError(
             f"out of memory: {-(-needed // MIB)} MiB are needed, {available // MIB} MiB of host "
             "memory are available: close other programs, or use a smaller model"
@@ -238,7 +241,7 @@ DEVICES = Path("/sys/bus/pci/devices")
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the CPUs in a list of the Linux kernel, such as 0-3,8,10-11."""
+    """Return the CPUs in a list of the Linux kernel's format, such as 0-3,8,10-11."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -247,9 +250,9 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def use_all_cpus(environment: Mapping[str, str] = os.environ) -> None:
-    """Let a process that Open MPI's mpirun has started, and its children, run on all CPUs. By
+    """Let this process, if Open MPI's mpirun has started it, and its children run on all CPUs. By
     default mpirun binds a process to a single core, which all ranks' threads and data readers would
-    share. A limit of the system itself stays."""
+    share. A limit that the system itself sets remains."""
     if "OMPI_COMM_WORLD_SIZE" in environment:
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -257,9 +260,11 @@ def use_all_cpus(environment: Mapping[str, str] = os.environ) -> None:
 
 def stay_near(bus_id: str, devices: Path = DEVICES) -> None:
     """Let the calling thread, and all threads that it starts, run only on the CPUs nearest to a
-    GPU. bus_id: the GPU's PCI address, such as 0000:19:00.0. Only speed depends on this. So nothing
-    changes if the system does not tell these CPUs, or permits none of them to this process."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # sched_… exists only on Linux
+    GPU. bus_id: the GPU's PCI address, such as 0000:19:00.0. Only speed depends on this call.
+    Nothing changes if the system does not name these CPUs, or lets this process use none of
+    them."""
+    # only Linux has sched_setaffinity
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         near = parse_cpus((devices / bus_id.lower() / "local_cpulist").read_text())
         ours = near & os.sched_getaffinity(0)
         if ours:

@@ -1,4 +1,4 @@
-"""The mesh of a run's ranks: named axes, and the place of one rank on each axis."""
+"""The mesh of a run's ranks has named axes, on each of which a rank has a place."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-# Axes along which ranks read different sequences; along "context" they divide sequences.
+# DATA: ranks along these axes read different sequences; ranks along "context" divide each sequence.
 DATA = ("replica", "batch")
-# The axes of the ranks that together hold one replica of the state, each rank its shard.
+# SHARD: the ranks along these axes together hold one replica of the state, each rank a shard.
 SHARD = ("batch", "context")
 
 
 class Mesh:
-    """Named axes and their sizes, outermost first: neighbours on the last axis are consecutive
-    ranks. All code that counts, orders or divides ranks asks the mesh. Methods take names of axes,
-    in any order; "shard" stands for all axes of SHARD, and no name for all axes. ValueError for an
-    unknown axis. axes: size of each axis, by name. rank: this rank, counted through all axes.
-    groups: this rank's end of each group of collectives, by axes; llmq.comm.connect fills this
-    dictionary."""
+    """Named axes and their sizes, outermost first, so that neighbours on the last axis are
+    consecutive ranks. All code that counts, orders or divides ranks calls the mesh. Methods take
+    names of axes in any order; "shard" stands for all axes of SHARD, and no name for all axes. An
+    unknown axis raises ValueError. axes: the size of each axis by name. rank: number of this rank
+    among all ranks. groups: the collectives in which this rank takes part, by names of axes;
+    llmq.comm.connect fills this dictionary."""
 
     def __init__(self, axes: Mapping[str, int], rank: int = 0):
         self.axes, self.rank = dict(axes), rank
@@ -38,7 +38,7 @@ class Mesh:
     def of(
         cls, world_size: int = 1, rank: int = 0, shards: int | None = None, context: int = 1
     ) -> Mesh:
-        """Return the mesh of a run, with replicas of the run's state, each divided into shards.
+        """Return the mesh of a run that has replicas of its state, each divided into shards.
         shards: number of shards, a divisor of world_size; None: a shard for each rank. context:
         number of ranks that divide a sequence, a divisor of shards."""
         shards = shards or world_size
@@ -46,7 +46,8 @@ class Mesh:
         return cls(sizes, rank)
 
     def ranks(self, *names: str) -> tuple[int, ...]:
-        """Return the ranks along these axes, in order, with this rank's place on all other axes."""
+        """Return the ranks along these axes, in order; on all other axes they share this rank's
+        place."""
         return self._ranks[self.named(names)]
 
     def size(self, *names: str) -> int:
@@ -58,8 +59,8 @@ class Mesh:
         return self.ranks(*names).index(self.rank)
 
     def group(self, *names: str) -> Any:
-        """Return this rank's end of the collectives along these axes, a Comm. RuntimeError before
-        they are connected."""
+        """Return the object (a Comm) by which this rank takes part in collectives along these axes.
+        Raises RuntimeError before llmq.comm.connect has connected the ranks."""
         chosen = self.named(names)
         if chosen not in self.groups:
             raise RuntimeError(f"mesh: nothing connects the ranks along {', '.join(chosen)}")
@@ -67,7 +68,7 @@ class Mesh:
 
     @property
     def waits_for(self) -> str | None:
-        """The name of the ranks for which this rank's thread waits now, for diagnosis; None: the
+        """The name of the ranks for which this rank's thread is waiting, for diagnosis; None if the
         thread does not wait."""
         return next((end.waits_for for end in self.groups.values() if end.waits_for), None)
 
@@ -76,7 +77,7 @@ class Mesh:
             end.close()
 
     def named(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return these axes, or all, in the mesh's order."""
+        """Return these axes in the mesh's order; without names, all axes."""
         if "shard" in names and "shard" not in self.axes:
             names = (*SHARD, *(name for name in names if name != "shard"))
         if unknown := [name for name in names if name not in self.axes]:

@@ -1,8 +1,9 @@
-"""Exchange between the processes of a run that an MPI launcher has started.
+"""Exchange of values between the processes of a run that an MPI launcher has started.
 
 No call into MPI blocks: each call starts an operation, and the caller polls until the operation is
-done. So one lock is enough for all threads, also with MPI libraries that do not support threads
-fully. A waiting thread notices signals and failures, and does not hold the interpreter lock.
+done. One lock is therefore enough for all threads, even with MPI libraries that do not fully
+support threads. A waiting thread notices signals and failures, and does not hold the interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SPIN_SECONDS = 2e-4  # a wait polls this long without a pause: small messages arrive sooner
-LONGEST_PAUSE = 1e-3  # seconds between two later polls
-LARGEST = 1 << 30  # bytes of one message: MPI counts elements in 32 bits
-EXIT_SECONDS = 5.0  # after which a process ends itself, if MPI does not
-CONTROL, WATCH = 0, 1  # tags of control and watch messages
+# seconds that a wait polls without a pause, so that small messages arrive sooner
+SPIN_SECONDS = 2e-4
+LONGEST_PAUSE = 1e-3  # longest pause between two later polls, in seconds
+LARGEST = 1 << 30  # most bytes of one message, because MPI counts elements in 32 bits
+EXIT_SECONDS = 5.0  # seconds after which a process ends itself if MPI does not end it
+CONTROL, WATCH = 0, 1  # MPI tags of control messages and of watch messages
 FIRST_DATA_TAG = 16
 
 
 def join() -> World:
-    """Initialize MPI; return the world, with one rank for each process. LlmqError if MPI cannot be
-    initialized, or sees another number of processes than were started. All processes call this
-    once."""
+    """Initialize MPI; return the world, with a rank for each process. Raises LlmqError if MPI
+    cannot be initialized, or if MPI's number of processes differs from the launcher's. Every
+    process calls this function once."""
     expected = launched()
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = "multiple"  # MPI may provide less
+        mpi4py.rc.thread_level = "multiple"  # MPI may provide less thread support
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LlmqError(
@@ -68,18 +70,18 @@ def join() -> World:
 
 
 class Mpi:
-    """The exchange of values between processes, for World. `gather` and `share` go through the
-    first process. index: this process's number. count: number of processes. first: True in the
-    first process. machines: name of each process's machine."""
+    """The exchange of values between processes, used by World. Values of `gather` and `share` go
+    through the first process. index: number of this process. count: number of processes. first:
+    True in the first process only. machines: name of the machine of each process."""
 
     def __init__(self, mpi: Any):
-        """mpi: the module mpi4py.MPI, initialized."""
+        """mpi: the initialized module mpi4py.MPI."""
         self._mpi = mpi
         machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
         names = mpi.COMM_WORLD.allgather(machine)
         self.machines = tuple(sorted(names, key=names.index))
-        # Some launchers deal processes to machines in turn. Renumber: a machine's processes are
-        # adjacent.
+        # Some launchers assign processes to machines in turn. The new numbers make a machine's
+        # processes adjacent.
         world = mpi.COMM_WORLD.Split(0, names.index(machine))
         self._control, self._data = world, world.Dup()
         self._lock = threading.Lock()
@@ -87,13 +89,14 @@ class Mpi:
         self.first = self.index == 0
         self.check: Callable[[], None] = lambda: None  # raises if waiting is pointless
         self._heartbeat: Heartbeat | None = None
-        self._told: list[Any] = []  # requests of `tell`, which keep their memory
+        # `tell` keeps its requests here, because a request owns the memory of its message
+        self._told: list[Any] = []
 
     # -- waiting ---------------------------------------------------------------------------------
 
     def wait(self, done: Callable[[], T | None], check: Callable[[], None]) -> T:
-        """Call done() under the lock until it returns something true, and return this. check:
-        called between polls; raises if waiting is pointless."""
+        """Call done() under the lock until its value is true, and return the value. check: function
+        called between polls, which raises if waiting is pointless."""
         start, pause = time.perf_counter(), 0.0
         while True:
             with self._lock:
@@ -126,7 +129,7 @@ class Mpi:
         return data
 
     def gather(self, value: T) -> list[T]:
-        """Gather values, see World.gather."""
+        """Return the values of all processes, as World.gather does."""
         if self.first:
             others = (pickle.loads(self._receive(i)) for i in range(1, self.count))
             return self.share([value, *others])
@@ -137,7 +140,7 @@ class Mpi:
         return values
 
     def share(self, value: T) -> T:
-        """Share a value, see World.share."""
+        """Return the first process's value, as World.share does."""
         if self.first:
             data = pickle.dumps(value)
             self.finish([self._send(data, i) for i in range(1, self.count)], self.check)
@@ -151,10 +154,9 @@ class Mpi:
         sends: Sequence[tuple[int, int, np.ndarray]] = (),
         receives: Sequence[tuple[int, int, np.ndarray]] = (),
     ) -> list[Any]:
-        """Start to send and receive contiguous arrays, whose memory is in use until `finish`. Each
-        item of `sends` and `receives`: the other process, a number for this data, the array.
-        Between two processes, arrays of the same number arrive in the order in which they were
-        sent."""
+        """Start to send and receive contiguous arrays; the arrays' memory is in use until `finish`.
+        Each item of `sends` and `receives` has the other process, a number for the data, and the
+        array. Between two processes, arrays with the same number arrive in the order of sending."""
         requests = []
         with self._lock:
             for calls, begin in ((receives, self._data.Irecv), (sends, self._data.Isend)):
@@ -166,14 +168,15 @@ class Mpi:
         return requests
 
     def finish(self, requests: list[Any], check: Callable[[], None]) -> None:
-        """Wait until the requests are done. check: raises if waiting is pointless."""
+        """Wait until the requests of `begin` are done. check: function that raises if waiting is
+        pointless."""
         if requests:
             self.wait(lambda: self._mpi.Request.Testall(requests), check)
 
     def gather_arrays(
         self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
     ) -> list[tuple[int, np.ndarray]]:
-        """Gather arrays, see World.gather_arrays."""
+        """Return the arrays of all processes, as World.gather_arrays does."""
         headers = self.gather([(number, array.size, array.dtype) for number, array in parts])
         others = [p for p in range(self.count) if p != self.index]
         requests, gathered = [], []
@@ -192,14 +195,14 @@ class Mpi:
     # -- watching --------------------------------------------------------------------------------
 
     def start_heartbeat(self, seconds: float) -> None:
-        """Start to watch whether all processes answer and progress. seconds: value of --watchdog;
-        0: do not watch."""
+        """Start to watch whether all processes answer and make progress. seconds: value of
+        --watchdog; 0 to start no watch."""
         if seconds > 0:
             self._heartbeat = Heartbeat(self, seconds)
 
     def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
-        """Make the pool's ranks the ranks of this process. waits: returns True if a rank waits for
-        another."""
+        """Report the ranks of `pool` as the ranks of this process. waits: function that returns
+        True if a rank waits for another rank."""
         self.check = pool.check
         if self._heartbeat is not None:
             self._heartbeat.watch(pool, waits)
@@ -209,23 +212,23 @@ class Mpi:
             self._heartbeat.close()
 
     def tell(self, to: int, value: Any) -> None:
-        """Send a small value to a process's `heard`, without waiting."""
+        """Send a small value to another process, which gets it by `heard`; do not wait."""
         with self._lock:
             self._told = [request for request in self._told if not request.Test()]
             self._told.append(self._data.isend(value, to, WATCH))
 
     def heard(self) -> list[tuple[int, Any]]:
-        """Return (process, value) of all messages since the last call."""
+        """Return (process, value) of all messages that arrived since the last call."""
         messages, status = [], self._mpi.Status()
         with self._lock:
             while self._data.iprobe(self._mpi.ANY_SOURCE, WATCH, status):
                 messages.append((status.source, self._data.recv(None, status.source, WATCH)))
         return messages
 
-    # -- the end ---------------------------------------------------------------------------------
+    # -- end of the run --------------------------------------------------------------------------
 
     def abort(self, status: int) -> NoReturn:
-        """End all processes, on all machines, with this status."""
+        """End all processes on all machines with this exit status."""
         timer = threading.Timer(EXIT_SECONDS, os._exit, [status])
         timer.daemon = True
         timer.start()
@@ -238,10 +241,10 @@ class Mpi:
 
 
 def wait_for_reader(stream: Any, until: float) -> None:
-    """Wait until the reader of a pipe has read all bytes, or until the time `until`
-    (time.monotonic). A launcher drops unread output of a process that aborts, and this output may
-    say why."""
-    with contextlib.suppress(OSError, ValueError):  # not a pipe, or without a file
+    """Wait until the reader of a pipe has read all bytes, or until the time `until` of
+    time.monotonic. A launcher drops unread output of a process that aborts, and that output may
+    explain the error."""
+    with contextlib.suppress(OSError, ValueError):  # the stream may be no pipe, or have no file
         while any(fcntl.ioctl(stream.fileno(), termios.FIONREAD, b"\0\0\0\0")):
             if time.monotonic() > until:
                 break

@@ -1,4 +1,5 @@
-"""Readings of a GPU by NVML: sensors, reasons for a low clock, errors. Nothing is set.
+"""Readings of a GPU through NVML: sensors, reasons for a low clock, and errors. This module changes
+no setting of the GPU.
 
 NVML is called through ctypes, so that other threads run during a call.
 """
@@ -10,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 UNSUPPORTED = -1
-"""A reading that the card does not give."""
+"""The value of a reading that the card does not support."""
 NO_REASON = "not supported"
-_MOST_EVENTS = 32  # number of events that one reading takes
+_MOST_EVENTS = 32  # most events that one reading takes
 
-# NVML's call for each reading. The PCIe calls take 20 ms, in which NVML measures KB/s.
+# _READINGS has NVML's call for each reading. The PCIe calls take 20 ms each, during which NVML
+# measures KB/s.
 _READINGS: dict[str, Callable[[Any, Any], int]] = {
     "clock": lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM),
     "max_clock": lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM),
@@ -32,7 +34,7 @@ _READINGS: dict[str, Callable[[Any, Any], int]] = {
     "pcie_rx": lambda n, h: 1000 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_RX_BYTES),
     "pcie_tx": lambda n, h: 1000 * n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_TX_BYTES),
 }
-# Numbers of errors since the driver was loaded.
+# _ERRORS has NVML's calls for numbers of errors since the driver was loaded.
 _ERRORS: dict[str, Callable[[Any, Any], int]] = {
     "ecc_corrected": lambda n, h: n.nvmlDeviceGetTotalEccErrors(
         h, n.NVML_MEMORY_ERROR_TYPE_CORRECTED, n.NVML_VOLATILE_ECC
@@ -44,8 +46,8 @@ _ERRORS: dict[str, Callable[[Any, Any], int]] = {
 
 
 class Reason(NamedTuple):
-    """A reason why the clock is low. bits: the reason's bits in NVML's answer. kind: llm.q's word
-    in logs. text, short: words for the user."""
+    """A reason why NVML reports a low clock. bits: the reason's bits in NVML's answer. kind: the
+    word of llm.q (an earlier trainer) in logs. text, short: words for the user."""
 
     bits: int
     kind: str
@@ -53,26 +55,29 @@ class Reason(NamedTuple):
     short: str  # at most 7 characters
 
 
-REASONS = (  # the most informative first
-    Reason(0x4, "power cap", "power limit", "power"),  # SwPowerCap
-    Reason(0x80, "power cap", "power brake", "brake"),  # HwPowerBrakeSlowdown: by the power supply
-    Reason(0x20, "thermal cap", "heat", "heat"),  # SwThermalSlowdown
-    Reason(0x40, "thermal cap", "severe heat", "heat!"),  # HwThermalSlowdown
-    Reason(0x1, "idle", "idle", "idle"),  # GpuIdle
-    Reason(0x8, "other cap", "slowdown", "slowed"),  # HwSlowdown, without one of the above
-    Reason(0x10, "other cap", "sync boost", "sync"),  # SyncBoost: as the slowest of a group
-    Reason(0x2 | 0x100, "other cap", "set clocks", "set"),  # Applications-, DisplayClocksSetting
+REASONS = (  # ordered, the most informative reason first
+    Reason(0x4, "power cap", "power limit", "power"),  # NVML calls this SwPowerCap
+    # HwPowerBrakeSlowdown: the power supply asks for it
+    Reason(0x80, "power cap", "power brake", "brake"),
+    Reason(0x20, "thermal cap", "heat", "heat"),  # NVML calls this SwThermalSlowdown
+    Reason(0x40, "thermal cap", "severe heat", "heat!"),  # NVML calls this HwThermalSlowdown
+    Reason(0x1, "idle", "idle", "idle"),  # NVML calls this GpuIdle
+    Reason(0x8, "other cap", "slowdown", "slowed"),  # HwSlowdown, if no bit above is set
+    # SyncBoost: the GPU runs as slowly as the slowest GPU of its group
+    Reason(0x10, "other cap", "sync boost", "sync"),
+    # ApplicationsClocksSetting, DisplayClocksSetting
+    Reason(0x2 | 0x100, "other cap", "set clocks", "set"),
     Reason(0x200, "other cap", "board limit", "board"),
     Reason(~0, "other cap", "other", "other"),
 )
 
 
 def reason(bits: int) -> Reason | None:
-    """Return the most informative reason in NVML's answer; None if the clock is not held down."""
+    """Return the most informative reason in NVML's answer; None if nothing lowers the clock."""
     return next((one for one in REASONS if bits & one.bits), None)
 
 
-# Meanings of the driver's error numbers, from NVIDIA's catalogue.
+# XIDS has the meanings of the driver's error numbers (XIDs), from NVIDIA's catalogue.
 XIDS = {
     8: "the GPU stopped processing",
     13: "a kernel failed",
@@ -106,7 +111,7 @@ def load_nvml() -> Any | None:
     """Return the initialized NVML module; None, after one warning, if NVML does not work."""
     try:
         return open_nvml()
-    except Exception as error:  # no module, no library, no driver: different classes
+    except Exception as error:  # missing modules, libraries and drivers raise different classes
         print(
             f"warning: no GPU readings, NVML cannot be used ({error}); install nvidia-ml-py and "
             "the NVIDIA driver's tools, or use --log-gpu-util 0",
@@ -116,7 +121,7 @@ def load_nvml() -> Any | None:
 
 
 def open_nvml() -> Any:
-    """Return the initialized NVML module; raises many classes of errors."""
+    """Return the initialized NVML module; failures raise many classes of errors."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -125,7 +130,8 @@ def open_nvml() -> Any:
 
 def find_nvml() -> Any | None:
     """Return the initialized NVML module; None if NVML does not work."""
-    with contextlib.suppress(Exception):  # no module, no library, no driver: different classes
+    # missing modules, libraries and drivers raise different classes
+    with contextlib.suppress(Exception):
         return open_nvml()
     return None
 
@@ -133,8 +139,8 @@ def find_nvml() -> Any | None:
 def told(
     nvml: Any, handle: Any, readings: Mapping[str, Callable[[Any, Any], Any]]
 ) -> dict[str, Any]:
-    """Return the results of `readings` by name, without those that the card or this release of NVML
-    lacks."""
+    """Return the results of `readings` by name; readings that the card or this release of NVML does
+    not support are left out."""
     values = {}
     for name, get in readings.items():
         with contextlib.suppress(nvml.NVMLError, AttributeError):
@@ -143,21 +149,22 @@ def told(
 
 
 class NvmlGpu:
-    """One GPU, or an instance of a GPU that MIG has divided, which has fewer readings. lost: the
-    reason why the GPU no longer answers; None while the GPU answers."""
+    """One GPU, or one MIG instance of a GPU, which has fewer readings. lost: the reason why the GPU
+    no longer answers; None while the GPU answers."""
 
     def __init__(self, nvml: Any, handle: Any, instance: Any | None = None):
-        """handle: NVML's handle of the whole GPU. instance: NVML's handle of the MIG instance, or
-        None."""
+        """handle: NVML's handle of the physical GPU. instance: NVML's handle of the MIG instance;
+        None for a whole GPU."""
         self._nvml = nvml
         self._handles = [handle] if instance is None else [instance, handle]
         self._events = self._watched_errors(handle)
         self.lost: str | None = None
 
     def read(self) -> dict[str, Any]:
-        """Return the current readings by name, UNSUPPORTED if the card lacks one. Units: clocks in
-        MHz, power in mW, temperatures in °C, utilisation and fan in percent, memory in bytes, PCIe
-        in bytes per second. reasons: NVML's bits, which say why the clock is held down."""
+        """Return the current readings by name; a reading that the card does not support is
+        UNSUPPORTED. Clocks are in MHz, power in mW, temperatures in °C, utilisation and fan in
+        percent, memory in bytes, PCIe rates in bytes per second. reasons: NVML's bits that say why
+        the clock is low."""
         readings = {name: self._read(get) for name, get in _READINGS.items()}
         readings["reasons"] = self._read(
             lambda n, h: n.nvmlDeviceGetCurrentClocksThrottleReasons(h)
@@ -165,19 +172,21 @@ class NvmlGpu:
         return readings | self.read_errors()
 
     def read_errors(self) -> dict[str, Any]:
-        """Return the numbers of memory errors since the driver was loaded, and as `xid` the
+        """Return the numbers of memory errors since the driver was loaded, and under "xid" the
         driver's errors since the last reading."""
         counts = {name: self._read(get) for name, get in _ERRORS.items()}
         return counts | {"xid": list(self._new_errors())}
 
     def joules(self) -> float | None:
-        """Return the energy used since the driver was loaded; None if the GPU does not count it."""
+        """Return the energy used since the driver was loaded, in joules; None if the GPU does not
+        measure energy."""
         millijoules = self._read(lambda n, h: n.nvmlDeviceGetTotalEnergyConsumption(h))
         return None if millijoules == UNSUPPORTED else millijoules / 1000
 
     def identity(self) -> dict[str, Any]:
-        """Return a dictionary. driver: the driver's release. uuid: hexadecimal. reserved: bytes of
-        GPU memory that the driver keeps."""
+        """Return the driver's and the GPU's identity as a dictionary. driver: release of the
+        driver. uuid: the GPU's UUID in hexadecimal. reserved: bytes of GPU memory that the driver
+        keeps."""
         memory = self._read(lambda n, h: n.nvmlDeviceGetMemoryInfo(h, n.nvmlMemory_v2))
         driver = self._read(lambda n, h: n.nvmlSystemGetDriverVersion())
         return {
@@ -188,7 +197,7 @@ class NvmlGpu:
 
     @property
     def uuid(self) -> str:
-        """The UUID in hexadecimal; "" if NVML does not tell."""
+        """The UUID in hexadecimal; "" if NVML does not report it."""
         return _hexadecimal(self._read(lambda n, h: n.nvmlDeviceGetUUID(h)))
 
     @property
@@ -216,8 +225,8 @@ class NvmlGpu:
         return UNSUPPORTED
 
     def _watched_errors(self, handle: Any) -> Any | None:
-        """Return an event set that gets the driver's new errors of this GPU; None if
-        unsupported."""
+        """Return an event set that receives the driver's new errors of this GPU; None if the card
+        does not support events."""
         with contextlib.suppress(self._nvml.NVMLError):
             events = self._nvml.nvmlEventSetCreate()
             kind = self._nvml.nvmlEventTypeXidCriticalError
@@ -230,7 +239,7 @@ class NvmlGpu:
 
     def _new_errors(self) -> Iterator[int]:
         events, kind = self._events, self._nvml.nvmlEventTypeXidCriticalError
-        with contextlib.suppress(self._nvml.NVMLError):  # raised when no event is left
+        with contextlib.suppress(self._nvml.NVMLError):  # NVML raises when no event is left
             for _ in range(_MOST_EVENTS if events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(events, 0)
                 if event.eventType == kind:
@@ -244,9 +253,9 @@ def _hexadecimal(uuid: Any) -> str:
 
 
 def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
-    """Return the GPU with this PCI address, whatever CUDA_VISIBLE_DEVICES is. uuid: hexadecimal and
-    perhaps cut, as CUDA gives it; if MIG has divided the GPU, the instance's UUID. nvml.NVMLError
-    if there is no such GPU."""
+    """Return the GPU with this PCI address, independently of CUDA_VISIBLE_DEVICES. uuid:
+    hexadecimal digits as CUDA gives them, perhaps cut off; with MIG the UUID of the instance.
+    Raises nvml.NVMLError if there is no such GPU."""
     handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
     with contextlib.suppress(nvml.NVMLError):  # most cards do not support MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:
@@ -259,7 +268,8 @@ def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
 
 
 def all_gpus(nvml: Any) -> list[NvmlGpu | None]:
-    """Return all GPUs, even if CUDA_VISIBLE_DEVICES hides them; None for one without an answer."""
+    """Return all GPUs, even GPUs hidden by CUDA_VISIBLE_DEVICES; None stands for a GPU that does
+    not answer."""
     gpus: list[NvmlGpu | None] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu = None

@@ -1,4 +1,4 @@
-"""Pinned host memory, which a GPU reads and writes without the host's help."""
+"""Pinned host memory, which a GPU can read and write directly."""
 
 import ctypes
 import mmap
@@ -11,27 +11,28 @@ import numpy as np
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import PINNED, Storage, Tensor, Tier
 
-PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for every GPU
-WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU
+PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: memory pinned for every GPU
+WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: memory that the CPU does not cache
 PIECE = 256 << 20  # bytes that one thread faults in at a time
 THREADS = 8
-# Registered memory by address. It stays mapped even if its owner never frees it, because the driver
-# would refuse new memory at the same address.
+# _REGISTERED has the registered memory by address. Registered memory stays mapped even if its owner
+# never frees it, because the driver would refuse new memory at the same address.
 _REGISTERED: dict[int, mmap.mmap] = {}
 BOUNCE_BYTES = 4 << 20
 
 
 class PinnedMemory:
-    """One range of locked memory, `storage`, which the host and all GPUs read and write.
-    cudaHostAlloc faults pages in one by one, in a single thread per process. So memory that the CPU
-    caches is mapped here, in large pages by several threads, and CUDA only registers it."""
+    """A range of page-locked memory, `storage`, which the host and all GPUs read and write.
+    cudaHostAlloc would fault in pages one by one, in a single thread per process. This class
+    therefore maps CPU-cached memory in large pages with several threads, and CUDA only registers
+    the memory."""
 
     def __init__(self, api: Any, nbytes: int, tier: Tier = PINNED):
-        """api: CuPy's CUDA runtime module. tier: a tier of host memory. LlmqError if the memory
-        cannot be locked."""
+        """api: CuPy's CUDA runtime module. tier: a tier of host memory, PINNED or WRITE_COMBINED.
+        Raises LlmqError if the memory cannot be locked."""
         self._api = api
         try:
-            # At least one byte: empty memory has no address.
+            # The size is at least one byte, because empty memory has no address.
             if not tier.cached:
                 self._address = api.hostAlloc(max(nbytes, 1), PORTABLE | WRITE_COMBINED)
             else:
@@ -47,7 +48,7 @@ class PinnedMemory:
         self.storage = Storage(tier.name, self._address, data)
 
     def free(self) -> None:
-        """Give the memory back; no tensor in it may be used afterwards."""
+        """Free the memory; no tensor in this memory may be used afterwards."""
         if self._address not in _REGISTERED:
             self._api.freeHost(self._address)
             return
@@ -56,10 +57,10 @@ class PinnedMemory:
 
 
 def _present(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Return zeroed memory, in large pages if the system has them, and its address."""
+    """Return zeroed memory, in large pages if the system has any, and the memory's address."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # DONTFORK: after a fork, a write by this process would move the page, and the GPU would keep
-    # the old one.
+    # DONTFORK keeps the page in place: after a fork, a write by this process would move the page,
+    # and the GPU would still use the old page.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             memory.madvise(getattr(mmap, advice))
@@ -74,8 +75,8 @@ def _present(nbytes: int) -> tuple[mmap.mmap, int]:
 
 
 def read_write_combined(api: Any, target: int, src: Tensor) -> None:
-    """Copy a tensor to other host memory through the GPU: the CPU reads write-combined memory at a
-    hundredth of the usual speed."""
+    """Copy a tensor to other host memory through the GPU, because the CPU reads write-combined
+    memory at a hundredth of the usual speed."""
     size = min(src.nbytes, BOUNCE_BYTES)
     bounce = api.malloc(size)
     for start in range(0, src.nbytes, size):

@@ -1,4 +1,5 @@
-"""The device that runs nothing: it checks arguments, assigns offsets, counts and traces."""
+"""PlanDevice runs nothing: it checks arguments, assigns memory offsets, counts bytes and FLOPs, and
+traces the work."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,16 +16,17 @@ from llmq.runtime.mesh import Mesh
 
 
 class Work(NamedTuple):
-    """One launch, copy, fill or collective.
+    """One launch, copy, fill or collective that a device would run.
 
-    part: name of the outermost `range` around the work, or "". file, entry: the kernel's file and
-    entry point; without a kernel, "" and the name of the work. kind, cost: see runtime.cost. All
+    part: name of the outermost `range` around the work, or "". file, entry: file and entry point of
+    the kernel; for work without a kernel, "" and the work's name. kind, cost: see runtime.cost. All
     other fields count bytes. device_bytes: bytes read and written in the GPU's own memory. loaded,
-    stored: bytes of host memory that the GPU reads and writes over its bus. received: bytes from
-    other GPUs. shared: bytes of other ranks' host memory, which this GPU loads, or receives over a
-    link beside the bus. sent: bytes to other ranks; bytes for all ranks count once if they go
-    through host memory. network: bytes that this GPU's machine receives from other machines during
-    the work. read, written: bytes of scratch files, which are also loaded or stored.
+    stored: bytes that the GPU reads from and writes to host memory over its bus. received: bytes
+    that arrive from other GPUs. shared: bytes of other ranks' host memory that this GPU reads over
+    its bus, or receives over a link between GPUs. sent: bytes sent to other ranks; bytes for all
+    ranks count once if they go through host memory. network: bytes that the GPU's machine receives
+    from other machines during the work. read, written: bytes of scratch files, which also count as
+    loaded or stored.
     """
 
     stream: str
@@ -45,8 +47,8 @@ class Work(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A stream records an event; if `wait` is True, the stream waits for the event's last record
-    instead."""
+    """A record of an event on a stream; or, if `wait` is True, the stream's wait for the event's
+    last record."""
 
     stream: str
     event: Event
@@ -57,15 +59,15 @@ Trace = list[Work | Mark]
 
 
 class PlanDevice(Device):
-    """A device that only counts; its memory is unlimited. Results of a run: `sizes()`; the arenas'
-    categories; the stack's high-water mark; `launches`, `bytes` (memory traffic) and `flops` by
-    entry point; `sources`, all kernels that the run would compile; `graphs`, the key and trace of
-    every graph that ran, in order."""
+    """A device that only counts, and whose memory is unlimited. A run leaves these results:
+    `sizes()`; the categories of the arenas; the stack's high-water mark; `launches`, `bytes`
+    (memory traffic) and `flops` by entry point; `sources`, all kernels that the run would compile;
+    `graphs`, key and trace of every graph in order."""
 
     kind = "plan"
 
     def __init__(self, spec: DeviceSpec, mesh: Mesh | None = None):
-        """mesh: see Device."""
+        """mesh: the rank's mesh, see Device."""
         storages = {place: Storage(place) for place in ("stack", *TIERS)}
         super().__init__(spec, storages, None, mesh=mesh)
         self.launches: Counter[str] = Counter()
@@ -73,19 +75,20 @@ class PlanDevice(Device):
         self.flops: Counter[str] = Counter()
         self.sources: set[KernelSource] = set()
         self.graphs: list[tuple[tuple, Trace]] = []
-        self._trace: Trace | None = None  # of the graph that runs now
+        self._trace: Trace | None = None  # trace of the running graph
         self._part = ""
-        self._counts = True  # False: memory counts, launches do not
-        self._chosen: set[tuple[str, int]] = set()  # (work, used bytes of the stack) of `choose`
+        self._counts = True  # False while memory counts but launches do not
+        # pairs (work, used stack bytes) that `choose` has planned
+        self._chosen: set[tuple[str, int]] = set()
 
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
-        """Plan memory and code of all ways; only the first way's launches count."""
+        """Plan memory and code of all ways, but count only the launches of the first way."""
         first, *others = ways.values()
         first()
         key = work, self.stack.used
-        if key in self._chosen:  # memory and code are planned already
+        if key in self._chosen:  # memory and code are already planned
             return
         self._chosen.add(key)
         before, self._counts = self._counts, False
@@ -123,25 +126,26 @@ class PlanDevice(Device):
         self._move("zero", tensor.nbytes - stored, 0, stored)
 
     def compute(self, fn: Callable[..., None], *tensors: Tensor) -> None:
-        """Count a single read or write of each tensor."""
+        """Count one read or one write of each tensor."""
         self._move("arrays", sum(tensor.nbytes for tensor in tensors), 0, 0)
 
     def collective(self, kind: str, device_bytes: int, **sizes: int) -> None:
-        """Count an exchange with other GPUs. kind: its name. sizes: bytes by field of `Work`;
-        default 0."""
+        """Count a data exchange with other GPUs. kind: name of the exchange. sizes: bytes by name
+        of `Work`'s field; missing fields are 0."""
         names = ("loaded", "stored", "received", "shared", "sent", "network")
         self._move(kind, device_bytes, *(sizes.get(name, 0) for name in names))
 
     def _move(self, name: str, *sizes: int) -> None:
-        """Count work without a kernel. sizes: see _note."""
+        """Count work that runs no kernel. sizes: bytes as in `_note`."""
         self._note("", name, Kind.moving(name, sizes[0]), MOVES, *sizes)
 
     def _note(self, file: str, entry: str, kind: Kind, cost: Cost, *sizes: int) -> None:
-        """Count work. sizes: bytes in `Work`'s order from device_bytes on; missing ones are 0."""
+        """Count one launch or other work. sizes: bytes in the order of `Work`'s fields from
+        device_bytes on; missing fields are 0."""
         if not self._counts:
             return
         self.launches[entry] += 1
-        self.bytes[entry] += sum(sizes[:3])  # of device and host memory
+        self.bytes[entry] += sum(sizes[:3])  # bytes of device and host memory
         self.flops[entry] += cost.flops
         if self._trace is not None:
             stream, part = self.stream_name, self._part

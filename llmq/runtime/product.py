@@ -1,4 +1,4 @@
-"""One matrix product by cuBLASLt: the product's key, tensors, algorithm, and description."""
+"""One matrix product by cuBLASLt: its key, tensors, algorithm and descriptors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from llmq.runtime.tuning import DEVICE_TO_HOST, HOST_TO_DEVICE, Unsupported
 
 
 class Product(NamedTuple):
-    """Key of a plan; all matrices are contiguous."""
+    """The key of a plan, that is a product's dtypes, sizes and options; all matrices are
+    contiguous."""
 
     M: int
     N: int
@@ -26,11 +27,11 @@ class Product(NamedTuple):
     out: DType
     bias: bool
     accumulate: bool
-    workspace: int  # bytes that the library may use
-    fast_accumulation: bool = False  # True: allowed; only for FP8
-    addend: bool = False  # True: a matrix other than out is added; never to codes
-    block_scaled: bool = False  # FP8 with a scale for each block, all one; see below
-    batch: int = 1  # number of such products, whose matrices lie one after another
+    workspace: int  # bytes of the workspace that the library may use
+    fast_accumulation: bool = False  # True if fast accumulation is allowed; only for FP8
+    addend: bool = False  # True if a matrix other than out is added; never if out holds codes
+    block_scaled: bool = False  # True for FP8 with block scales, all equal to 1 (see below)
+    batch: int = 1  # number of equal products, whose matrices are adjacent
 
     @property
     def fp8(self) -> bool:
@@ -46,7 +47,8 @@ class Product(NamedTuple):
 
     @property
     def layouts(self) -> tuple[tuple[int, int, int], ...]:
-        """Column-major (rows, columns, leading dimension) of b, a and out, in cuBLASLt's order."""
+        """Return column-major (rows, columns, leading dimension) of b, a and out, in cuBLASLt's
+        order."""
         b = (self.K, self.N) if self.trans_b else (self.N, self.K)
         a = (self.M, self.K) if self.trans_a else (self.K, self.M)
         return tuple((rows, columns, rows) for rows, columns in (b, a, (self.N, self.M)))
@@ -63,7 +65,7 @@ class Product(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of one call."""
+    """The tensors of one call of a product."""
 
     out: Tensor
     a: Tensor
@@ -71,17 +73,17 @@ class Operands(NamedTuple):
     bias: Tensor | None
     addend: Tensor | None
     workspace: Tensor
-    scale_a: Tensor | None = None  # of FP8 operands
+    scale_a: Tensor | None = None  # scales of FP8 operands
     scale_b: Tensor | None = None
-    factor: Tensor | None = None  # factor and largest: if results are codes
+    factor: Tensor | None = None  # factor and largest are set if results are codes
     largest: Tensor | None = None
     scalars: Tensor | None = None  # alpha and beta of block-scaled products
-    alpha: float = 1.0  # alpha, beta of other products: factors of product and addend
+    alpha: float = 1.0  # alpha and beta of other products are factors of product and addend
     beta: float = 1.0
 
 
 class Algorithm(NamedTuple):
-    """An algorithm, uint8 (64,); fast: True if an FP8 product accumulates fast."""
+    """An algorithm of cuBLASLt, uint8 (64,); fast: True if an FP8 product accumulates fast."""
 
     algorithm: np.ndarray
     fast: bool
@@ -94,35 +96,37 @@ class Algorithm(NamedTuple):
         return cls(np.frombuffer(content[:-1], np.uint8), bool(content[-1]))
 
 
-COMPUTE_32F = 68  # cublasComputeType_t: sums in F32, and no TF32 for F32 operands
+COMPUTE_32F = 68  # cublasComputeType_t: F32 sums, without TF32 for F32 operands
 CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E4M3_HALF: 28, E5M2: 29}  # cudaDataType_t
 
 
 class Plan:
-    """cuBLASLt's description of one product, and the chosen algorithm."""
+    """cuBLASLt's descriptors of one product, and the chosen algorithm."""
 
     __slots__ = ("address", "choice", "desc", "layouts", "product")
 
     def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
         self.product = product
         self.desc = desc
-        self.layouts = layouts  # handles: b, a, the addend, out
+        self.layouts = layouts  # handles of the layouts of b, a, the addend and out
         self.choice: Algorithm | None = None
-        self.address = np.zeros(1, np.int64)  # buffer for pointer attributes of desc
+        # buffer through which pointer attributes of desc are set
+        self.address = np.zeros(1, np.int64)
 
 
 def describe(lt: Any, product: Product) -> Plan:
-    """Return a product's plan, without an algorithm. lt: the module nvmath.bindings.cublasLt.
-    Unsupported if the library is too old for the product."""
+    """Return a product's plan, in which no algorithm is chosen yet. lt: the module
+    nvmath.bindings.cublasLt. Raises Unsupported if the library is too old for the product."""
     attribute = lt.MatmulDescAttribute
-    # The first operand of out^T = op(b)^T @ op(a)^T is b.
+    # In out^T = op(b)^T @ op(a)^T the first operand is b.
     values = {attribute.TRANSA: product.trans_b, attribute.TRANSB: product.trans_a}
     if product.bias:
         values[attribute.EPILOGUE] = lt.Epilogue.BIAS
-        # Not a real address: the heuristic takes the bias's alignment from this value.
+        # The value is not a real address: the heuristic derives the bias's alignment from this
+        # value.
         values[attribute.BIAS_POINTER] = POINTER_ALIGN
     if product.fp8:
-        # Not real addresses. The default mode has one scale per tensor.
+        # The values are not real addresses. The default mode has one scale per tensor.
         values[attribute.A_SCALE_POINTER] = values[attribute.B_SCALE_POINTER] = POINTER_ALIGN
         if product.bias:
             values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
@@ -149,7 +153,7 @@ def describe(lt: Any, product: Product) -> Plan:
             set_attribute(
                 lt, "matrix_layout", layout, attribute.STRIDED_BATCH_OFFSET, rows * columns
             )
-    # The addend has out's layout; codes, to which nothing is added, still need a BF16 layout.
+    # The addend has the layout of out; codes, to which nothing is added, still need a BF16 layout.
     added = layouts[-1]
     if product.makes_codes:
         added = lt.matrix_layout_create(CUDA_TYPES[BF16], *product.layouts[-1])
@@ -157,7 +161,7 @@ def describe(lt: Any, product: Product) -> Plan:
 
 
 def _block_scaling(lt: Any) -> dict[int, int]:
-    """Return the attributes of block-scaled products, with alpha and beta in device memory."""
+    """Return the attributes of block-scaled products, whose alpha and beta are in device memory."""
     if not hasattr(lt, "MatmulMatrixScale"):
         raise Unsupported("nvmath-python is older than block scales")
     attribute, mode = lt.MatmulDescAttribute, lt.MatmulMatrixScale.VEC32_UE8M0
@@ -172,8 +176,8 @@ def free(lt: Any, plan: Plan) -> None:
 
 
 def set_attribute(lt: Any, kind: str, handle: int, name: int, value: Any) -> None:
-    """Set an attribute. kind: the kind of the handle: "matmul_desc", "matmul_preference" or
-    "matrix_layout"."""
+    """Set an attribute of a cuBLASLt object. kind: kind of the object: "matmul_desc",
+    "matmul_preference" or "matrix_layout"."""
     buffer = np.array([value], getattr(lt, f"get_{kind}_attribute_dtype")(name))
     getattr(lt, f"{kind}_set_attribute")(handle, name, buffer.ctypes.data, buffer.nbytes)
 
@@ -184,26 +188,27 @@ def set_attribute(lt: Any, kind: str, handle: int, name: int, value: Any) -> Non
 # tiles of 128 x 4. If all bytes are equal, only their number matters. The scales of the whole
 # tensors then go into the factor `alpha`, which must be in device memory together with `beta`.
 
-ONE = 127  # the byte of the scale 1
-BLOCK = 32  # codes that share a scale
-BETA = 4  # index of beta among the scalars, in F32 numbers: 16 bytes behind alpha
-SCALARS = 8  # F32 numbers of alpha and beta
-M, N, K = 144, 272, 160  # sizes of the test: its scales do not fill their tiles
+ONE = 127  # the byte that stands for the scale 1
+BLOCK = 32  # number of codes that share a scale
+BETA = 4  # index of beta among the F32 scalars: 16 bytes behind alpha
+SCALARS = 8  # number of F32 values that hold alpha and beta
+M, N, K = 144, 272, 160  # sizes of the test, whose scales do not fill their tiles
 TRIAL_BYTES = 1 << 20
 
 
 def scales_bytes(rows: int, depth: int) -> int:
     """Return the bytes of the block scales of codes (rows, depth), in whole tiles of 128 rows by 4
-    blocks."""
+    blocks of codes."""
     return 128 * ceil_div(rows, 128) * 4 * ceil_div(depth, 4 * BLOCK)
 
 
 def computes_right(
     cuda: Any, stream: int, workspace: Tensor, run: Callable[[Product, Operands], None]
 ) -> bool:
-    """Return whether cuBLASLt multiplies small integers with block scales exactly, both when the
-    result overwrites NaNs (beta 0) and when it is added (beta 1). Waits for the stream. workspace:
-    U8, the workspace of a product; the test's data lie at its start. run: enqueues a product."""
+    """True if cuBLASLt multiplies small integers with block scales exactly, both when the result
+    overwrites NaNs (beta 0) and when it is added (beta 1). The call waits for the stream.
+    workspace: the workspace of a product, U8; the test's data lie at its start. run: function that
+    enqueues a product."""
     if workspace.nbytes < 2 * TRIAL_BYTES:
         return False
     offset = 0
@@ -225,7 +230,7 @@ def computes_right(
     product = Product(
         M, N, K, False, True, E4M3, E4M3, F32, False, True, rest.nbytes, block_scaled=True
     )
-    want = 0.25 * (a @ b.T)  # exact, in any order
+    want = 0.25 * (a @ b.T)  # exact in any order of summation
     for beta, factor in ((0.0, 1), (1.0, 2)):
         factors = np.zeros(SCALARS, np.float32)
         factors[0], factors[BETA] = 0.25, beta
@@ -240,6 +245,7 @@ def computes_right(
 
 
 def _integers(shape: tuple[int, int], step: int) -> np.ndarray:
-    """Return integers from -4 to 4 as F32, in an order that rows and columns do not soon repeat."""
+    """Return integers from -4 to 4 as F32, in an order that does not soon repeat along rows or
+    columns."""
     rows, columns = np.indices(shape)
     return ((step * rows + 3 * columns + rows * columns // 11) % 9 - 4).astype(np.float32)

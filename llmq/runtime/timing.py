@@ -1,4 +1,4 @@
-"""Time of work on a device: between marks in a stream, and of each launch of a function."""
+"""Measure times on a device: between marks in a stream, and of each launch of a function."""
 
 import itertools
 import statistics
@@ -14,12 +14,12 @@ from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 
-CALIBRATIONS = 33  # empty spans; their median is a span's own cost
+CALIBRATIONS = 33  # number of empty spans, whose median is the cost of the measurement
 
 
 class Marks:
-    """Points in a device's current stream, and the time between them. A mark is an event on a GPU,
-    and a reading of the clock on the CPU."""
+    """Points in a device's current stream, between which time is measured. A mark is an event on a
+    GPU, and a reading of the clock on the CPU."""
 
     def __init__(self, dev: Device):
         self._dev = dev
@@ -37,7 +37,8 @@ class Marks:
         return len(self._marks) - 1
 
     def milliseconds(self, first: int, second: int) -> float:
-        """Return the time between two marks that the device has passed: synchronize first."""
+        """Return the time between two marks that the device has already passed; call `synchronize`
+        first."""
         first, second = self._marks[first], self._marks[second]
         if self._api is None:
             return (second - first) * 1e3
@@ -52,9 +53,9 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
-    """One launch. traffic: bytes that the launch must move, as its kernel declares. main: True if
-    the launch is on the main stream. kind: see runtime.cost; None if the launch also reads or
-    writes host memory."""
+    """The time of one launch, copy or fill. traffic: bytes that the launch must move, as its kernel
+    declares. main: True if the launch ran on the main stream. kind: see runtime.cost; None if the
+    launch also reads or writes host memory."""
 
     name: str
     ms: float
@@ -66,8 +67,8 @@ class LaunchTime:
 
 @contextmanager
 def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
-    """Time every `dev.range` within the block; afterwards the list holds (name, milliseconds). The
-    block runs without graphs, and at its end waits for the device."""
+    """Time every `dev.range` in the block; after the block the list holds (name, milliseconds).
+    Within the block graphs are off; the end of the block waits for the device."""
     marks, spans, times = Marks(dev), [], []
 
     @contextmanager
@@ -87,11 +88,12 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
 
 
 def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) -> list[LaunchTime]:
-    """Run fn without graphs and time each of its launches, copies and fills; waits for the device.
-    in_turn: True to run all work on the main stream in the order of the calls, so that no event
-    waits. Without in_turn, the time of a launch includes waits for launches on other streams. The
-    time that two marks themselves take is subtracted. The host must stay ahead of the device: give
-    the device some milliseconds of work first. Otherwise gaps count as time of launches."""
+    """Run fn without graphs and time each of its launches, copies and fills; the call waits for the
+    device. in_turn: True to run all work on the main stream in the order of the calls, so that no
+    event waits. Without in_turn, the time of a launch includes its waits for launches on other
+    streams. The time that two marks themselves take is subtracted from each result. The host must
+    stay ahead of the device, so give the device some milliseconds of work first. If the device runs
+    out of work, the gaps count as time of launches."""
     marks = Marks(dev)
     spans: list[tuple[Callable[[], tuple], bool, int, int]] = []
 
@@ -100,7 +102,8 @@ def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) 
             main, first = dev.stream_name == "main", marks.mark()
             call(*args, **options)
             second = marks.mark()
-            # A description takes longer than a small launch, and so is made afterwards.
+            # Making a description takes longer than a small launch, so descriptions are made after
+            # the run.
             spans.append((partial(describe, *args, **options), main, first, second))
 
         return run
@@ -136,7 +139,8 @@ def _moved(name: str, *tensors: Tensor) -> tuple[str, int, int, Kind | None]:
 def _launched(
     kernel: Kernel, grid: Any, block: Any, args: tuple, *, cost: Cost = MOVES, **_: Any
 ) -> tuple[str, int, int, Kind | None]:
-    """Describe a launch like _moved; the name of a matrix product includes its sizes."""
+    """Return name, traffic, FLOPs and kind of a launch; the name of a matrix product includes its
+    sizes."""
     device, loaded, stored = kernel.traffic(args)
     kind = None if loaded or stored else Kind.of(kernel, args, cost, device)
     name = f"{kernel.entry} {cost.label}" if cost.label else kernel.entry

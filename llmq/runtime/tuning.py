@@ -1,9 +1,10 @@
-"""Choosing the fastest of several ways to run the same work on a GPU.
+"""Tuning chooses the fastest of several ways to run the same work on a GPU.
 
-All candidates are timed briefly. Then the best are timed again for longer, in turns, fewer in each
-round: a card under load runs at a lower clock than an idle card, and another candidate may be
-fastest. Candidates that take long are timed once: running the fifty algorithms of a large LM head's
-product once takes seconds. A file keeps the choices, and the ranks of a process share it.
+First all candidates are timed briefly. Then the best candidates are timed for longer, by turns,
+fewer in each round, because a card under load lowers its clock and another candidate may then be
+fastest. Slow candidates are timed only once, because a single run of the fifty algorithms of a
+large LM head's product already takes seconds. A file keeps the choices, which all ranks of a
+process share.
 """
 
 import contextlib
@@ -23,19 +24,21 @@ from llmq.base.files import read_own, write_shared
 from llmq.base.stopwatch import START
 from llmq.base.tensor import Tensor
 
-HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
-LOOK = 3  # number of first timed runs of a candidate faster than LONG_MS
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # values of cudaMemcpyKind
+LOOK = 3  # number of first timed runs of a candidate that takes less than LONG_MS
 LONG_MS = 1.0
-FINALISTS = (10, 5, 3, 2)  # number of candidates, the best so far, in each further round
-ROUND_MS = 8.0  # time of one finalist; 20 such runs for each of 15 products take 2.4 s
-WORTH_MS = 0.05  # for faster work the first runs decide: longer tuning would not pay
-MIN_GAIN = 0.99  # a later candidate must take less than this share of the best one's time
+FINALISTS = (10, 5, 3, 2)  # number of candidates, the fastest so far, in each further round
+# milliseconds for which a finalist runs; 20 such runs for each of 15 products take 2.4 s
+ROUND_MS = 8.0
+# milliseconds; for faster work the first runs decide, because longer tuning would not pay
+WORTH_MS = 0.05
+MIN_GAIN = 0.99  # to win, a later candidate must take less than this share of the best time so far
 
 Candidate = TypeVar("Candidate")
 
 
 class Unsupported(RuntimeError):
-    """A library cannot compute some work here, with any of the requested algorithms."""
+    """A library cannot compute some work on this device with any of the requested algorithms."""
 
 
 def fastest(
@@ -46,10 +49,10 @@ def fastest(
     refused: type[Exception],
     kept: Sequence[Tensor] = (),
 ) -> Candidate | None:
-    """Return the candidate that takes the least time, the first if several are equal; None if all
-    are refused. cuda: CuPy's runtime module. run: enqueues one run of a candidate on the stream, or
-    raises `refused`. kept: tensors that a run adds to; their content is restored afterwards. Waits
-    for the stream."""
+    """Return the candidate that takes the least time; ties go to the first, and None means that all
+    were refused. cuda: CuPy's runtime module. run: function that enqueues one run of a candidate on
+    the stream, or raises `refused`. kept: tensors to which a run adds; their content is restored
+    afterwards. The call waits for the stream."""
     saved = [np.empty(tensor.nbytes, np.uint8) for tensor in kept]
     for copy, tensor in zip(saved, kept, strict=True):
         cuda.memcpyAsync(copy.ctypes.data, tensor.ptr, tensor.nbytes, DEVICE_TO_HOST, stream)
@@ -66,7 +69,7 @@ def fastest(
     first: dict[int, float] = {}
     for index, candidate in enumerate(candidates):
         try:
-            run(candidate)  # loads the code
+            run(candidate)  # the first run loads the code
         except refused:
             continue
         cuda.streamSynchronize(stream)
@@ -96,23 +99,23 @@ Ways = dict[str, Callable[[], None]]
 
 
 class Choices:
-    """The choices of one rank, for the rank's thread with its GPU current. A file keeps the
-    choices, as it keeps algorithms of products. The first choice that a rank publishes holds for
-    all ranks, so that all GPUs of a run, and later runs, use the same kernels. chosen: name of the
-    way taken for each piece of work so far."""
+    """The choices of one rank, used by the rank's thread with its GPU current. A file keeps the
+    choices together with the algorithms of products. The first choice that a rank publishes holds
+    for all ranks, so that all GPUs of a run, and later runs, use the same kernels. chosen: name of
+    the way that was taken, for each work so far."""
 
     def __init__(self, machine: str, *, cuda: Any, cache_path: Path | None):
-        """machine: name of the GPU and the releases of libraries for which a choice holds. cuda:
-        CuPy's CUDA runtime. cache_path: see CublasLt."""
+        """machine: name of the GPU and releases of the libraries, for which a choice is valid.
+        cuda: CuPy's CUDA runtime. cache_path: the file of choices, or None."""
         self._machine = machine
         self._cuda = cuda
         self._file = algorithm_file(cache_path)
         self.chosen: dict[str, str] = {}
 
     def run(self, stream: int, work: str, ways: Ways, kept: tuple[Tensor, ...]) -> None:
-        """Enqueue the work once. The first call times every way on the stream, and waits for the
-        stream. work, ways, kept: see Device.choose. RuntimeError inside a graph capture if the work
-        is not timed yet."""
+        """Enqueue the work once. The first call times every way on the stream and waits for the
+        stream. work, ways, kept: see Device.choose. Raises RuntimeError inside a graph capture if
+        the work is not timed yet."""
         name = self.chosen.get(work)
         if name is None:
             name = self.chosen[work] = self._choose(stream, work, ways, kept)
@@ -131,21 +134,23 @@ class Choices:
                 "it once outside of the graph, or switch tuning off"
             )
         best = fastest(self._cuda, stream, list(ways), lambda name: ways[name](), Unsupported, kept)
-        best = best or next(iter(ways))  # all were refused: running the first way raises the reason
+        # if all were refused, running the first way raises the reason
+        best = best or next(iter(ways))
         return names.get(self._file.publish(key, best.encode(), instead_of=remembered), best)
 
 
 FORMAT = 3
-ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
-CHOICE_BYTES = ALGORITHM_BYTES + 1  # the last byte: 1 if FP8 products accumulate fast, else 0
-CHECK_BYTES = 4  # CRC of an entry in the file
+# sizeof(cublasLtMatmulAlgo_t), plain data that is valid for one cuBLASLt version
+ALGORITHM_BYTES = 64
+CHOICE_BYTES = ALGORITHM_BYTES + 1  # the last byte is 1 if FP8 products accumulate fast, else 0
+CHECK_BYTES = 4  # bytes of the CRC of an entry in the file
 
 
 class AlgorithmFile:
-    """Results of tuning, shared by the ranks of a process and, on disk, by processes. All ranks
-    must run the same algorithm, and so must every later run of a command: so the first result
-    published for a key stays. path: the file; None: results stay in memory. An unreadable file
-    counts as empty. A file of another user (`read_own`) or one that cannot be written causes a
+    """The results of tuning, shared by the ranks of a process and, through a file, by processes.
+    All ranks and every later run must use the same algorithm, so the first result published for a
+    key stays. path: path of the file; None keeps results in memory. An unreadable file counts as
+    empty. A file of another user (see `read_own`), or a file that cannot be written, causes a
     warning."""
 
     def __init__(self, path: Path | None):
@@ -154,14 +159,14 @@ class AlgorithmFile:
         self._known = self._read()
 
     def get(self, key: str) -> bytes | None:
-        """Return the algorithm published for the key; None without one."""
+        """Return the algorithm that was published for the key; None if there is none."""
         with self._lock:
             return self._known.get(key)
 
     def publish(self, key: str, algorithm: bytes, instead_of: bytes | None) -> bytes:
-        """Offer an algorithm; return the algorithm to use, which is another rank's if that rank was
-        earlier. instead_of: the caller's result of `get`; the offer replaces it, unless another
-        rank has done so."""
+        """Offer an algorithm for the key; return the algorithm to use, which is another rank's if
+        that rank published first. instead_of: the caller's result of `get`, which the offer
+        replaces unless another rank has already replaced it."""
         with self._lock:
             if self._known.get(key) != instead_of:
                 return self._known[key]
@@ -171,20 +176,22 @@ class AlgorithmFile:
             return self._known[key]
 
     def _merge(self, key: str, instead_of: bytes | None) -> None:
-        """Write the key to disk, where other processes may have added keys, or the same key."""
+        """Write the key to the file, to which other processes may have added keys, even this
+        key."""
         try:
             with _locked(self.path.parent):
                 on_disk = self._read()
                 if on_disk.get(key, instead_of) != instead_of:
                     self._known[key] = on_disk[key]
-                # Keep algorithms in use here, and on disk also replacements by other processes.
+                # Algorithms in use here stay, and algorithms that other processes have replaced
+                # stay on disk.
                 self._write(self._known | on_disk | {key: self._known[key]})
                 self._known = on_disk | self._known
         except OSError as error:
             folder, reason = self.path.parent, error.strerror
             line = f"what was tuned is not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
             warn(f"{line} to a folder that can be written")
-            self.path = None  # no further attempts
+            self.path = None  # later results are not written
 
     def _read(self) -> dict[str, bytes]:
         if self.path is None:
@@ -209,15 +216,15 @@ class AlgorithmFile:
 
 
 def _entry(key: str, algorithm: bytes) -> bytes:
-    """Return the file's entry of a key, with a CRC, because damaged bytes might be a valid
+    """Return the file's entry of a key, with a CRC because damaged bytes might be a valid
     algorithm."""
     return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(CHECK_BYTES, "little")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing algorithm files in the folder within the block. OSError if
-    the folder cannot be made or opened."""
+    """Within the block, keep other processes from writing algorithm files in the folder. Raises
+    OSError if the folder cannot be made or opened."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -233,7 +240,7 @@ _files_lock = threading.Lock()
 
 
 def algorithm_file(path: Path | None) -> AlgorithmFile:
-    """Return the process's only AlgorithmFile for the path."""
+    """Return the AlgorithmFile of this path, which all callers in the process share."""
     with _files_lock:
         if path not in _files:
             _files[path] = AlgorithmFile(path)

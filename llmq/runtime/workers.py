@@ -1,4 +1,5 @@
-"""One thread per rank for the life of a run; the first exception stops all ranks."""
+"""Each rank of a process has a thread for the whole run, and the first exception stops all
+ranks."""
 
 import atexit
 import contextlib
@@ -17,21 +18,22 @@ from llmq.base.errors import LlmqError, MachineError
 from llmq.base.stopwatch import START
 from llmq.runtime.world import World
 
-POLL = 0.1  # seconds between a waiting caller's checks for signals
-PATIENCE = 4.0  # seconds
-QUEUE = 8  # most commands that may wait for a rank
+POLL = 0.1  # seconds between two checks for signals while a caller waits
+PATIENCE = 4.0  # seconds that stopped ranks have to end their commands
+QUEUE = 8  # most commands that may wait for one rank
 PACKAGE = str(Path(__file__).parents[1])
 
 T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Raised in a rank's thread because another rank failed; never the cause of a failure."""
+    """The exception in a rank's thread when another rank has failed; it is never the cause of a
+    failure."""
 
 
 class Workers:
-    """State shared by the ranks of a process: a stop flag and a barrier. Every wait of a rank for
-    another rank must end when `stopped` is set."""
+    """A stop flag and a barrier, shared by the ranks of a process. Every wait of a rank for another
+    rank must end once `stopped` is set."""
 
     def __init__(self, world_size: int):
         self.world_size = world_size
@@ -44,7 +46,8 @@ class Workers:
             raise Stopped
 
     def barrier(self) -> None:
-        """Wait for all ranks; for set-up and shutdown, not for steady state. May raise Stopped."""
+        """Wait until all ranks call this method; use the barrier for set-up and shutdown, not in
+        each step. The call may raise Stopped."""
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
@@ -57,8 +60,9 @@ class Workers:
 
 
 class Command(Generic[T]):
-    """A function that some ranks run, each on its own argument. given: arguments by rank. results:
-    results of the ranks that have finished, by rank. waiting: the ranks that have not finished."""
+    """A function that some ranks run, each rank with its own argument. given: the argument of each
+    rank. results: the results of the ranks that have finished, by rank. waiting: the ranks that
+    have not finished."""
 
     def __init__(self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any]):
         self.name, self.fn, self.given = name, fn, given
@@ -67,16 +71,18 @@ class Command(Generic[T]):
 
 
 class RankPool:
-    """Runs commands on the ranks, on each rank in the order of the calls.
+    """Runs commands (functions) on the ranks; each rank runs its commands in the order of the
+    calls.
 
-    Every rank has a thread and its own pace: `post` waits for no rank, `run` for all. A single rank
-    has no thread: the calling thread runs its commands at once, unless ranks of other processes can
-    make the rank wait. Ranks are numbered from 0 in each process.
+    Every rank has a thread and runs at its own pace: `post` waits for no rank, `run` waits for all.
+    A single rank has no thread, and the calling thread runs its commands at once, unless ranks of
+    other processes can make the rank wait. Ranks are numbered from 0 in each process.
 
-    The first exception of a command stops all ranks, and every further call raises it. Its message
-    (LlmqError) or a note names the rank. An exception that a signal handler raises while the caller
-    waits also stops all ranks. Commands that have not begun are dropped. Commands that do not end
-    within `patience` keep running, but do not keep the process from ending.
+    The first exception of a command stops all ranks, and every further call raises this exception.
+    The message (of an LlmqError) or a note of the exception names the rank. An exception that a
+    signal handler raises while the caller waits also stops all ranks. When ranks stop, commands
+    that have not begun are dropped. Commands that do not end within `patience` seconds keep
+    running, but do not keep the process from ending.
 
     workers: the stop flag and barrier of the ranks.
     """
@@ -90,11 +96,11 @@ class RankPool:
         world: World | None = None,
         patience: float = PATIENCE,
     ):
-        """watchdog: seconds without `beat` or the end of a command after which running commands
-        count as hanging; 0: no watchdog here. describe: returns further words about a rank's
-        activity. world: the place of these ranks among the ranks of all processes; None: all ranks
-        are in this process. patience: seconds that ranks have to end their commands when they are
-        stopped."""
+        """watchdog: seconds without a `beat` or the end of a command after which running commands
+        count as hanging; 0 for no watchdog. describe: function that returns further words about a
+        rank's activity. world: place of these ranks among the ranks of all processes; None if all
+        ranks are in this process. patience: seconds that stopped ranks have to end their
+        commands."""
         self.world_size = world_size
         self.world = world or World.of(world_size)
         self._alone = self.world.size == 1
@@ -102,10 +108,12 @@ class RankPool:
         self._watchdog, self._describe, self._patience = watchdog, describe, patience
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._failed = False  # True if a single rank's last command failed
-        self._deadline: float | None = None  # end of the patience, once the ranks are stopped
+        self._failed = False  # True if the last command of a single rank failed
+        # time at which the patience ends, once the ranks are stopped
+        self._deadline: float | None = None
         self._closed = threading.Event()
-        self._running: list[tuple[str, float] | None] = [None] * world_size  # (name, start)
+        # (name, start) of each rank's command
+        self._running: list[tuple[str, float] | None] = [None] * world_size
         self._behind = [0] * world_size
         self._progress = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -125,21 +133,21 @@ class RankPool:
     def run(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> list[T]:
-        """Run fn(given[rank]) on the ranks in `given`; return the results by rank. name: the
-        command's name, for diagnosis. given: arguments by rank; None: all ranks, each with its
-        number."""
+        """Run fn(given[rank]) on the ranks in `given`; return the results by rank. name: name of
+        the command, for diagnosis. given: the argument of each rank; None: all ranks run, each with
+        its number as the argument."""
         with START.part(name):
             return self.wait(self.post(name, fn, given))
 
     def post(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> Command[T]:
-        """Start a command like `run`, but do not wait for it. Waits only while a rank is QUEUE
-        commands behind."""
+        """Start a command as `run` does, but do not wait for the command to end. The call waits
+        only while a rank has QUEUE commands to run."""
         self.check_open(name)
         command = Command(name, fn, given or {rank: rank for rank in range(self.world_size)})
         if self._alone:
-            self._failed = True  # unless the call returns
+            self._failed = True  # stays True if the call raises
             command.results[0] = fn(command.given[0])
             self._failed, self._progress = False, time.monotonic()
             command.waiting.clear()
@@ -152,7 +160,8 @@ class RankPool:
                 for rank in command.waiting:
                     self._behind[rank] += 1
                     self._queues[rank].put(command)
-        except BaseException:  # from a signal handler: ranks with the command would wait for others
+        # a signal handler raised: ranks that have the command would wait for the others
+        except BaseException:
             self._settle()
             raise
         return command
@@ -162,16 +171,16 @@ class RankPool:
         return [command.results[rank] for rank in sorted(command.results)]
 
     def beat(self) -> None:
-        """Say, on any thread, that a long command goes on."""
+        """Report, from any thread, that a long command makes progress."""
         self._progress = time.monotonic()
 
     @property
     def progress(self) -> float:
-        """time.monotonic() of the last `beat` or end of a command."""
+        """Return the time.monotonic() of the last `beat` or end of a command."""
         return self._progress
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait until ready() is true. Raises the error that has stopped the ranks."""
+        """Wait until ready() is true. Raises the error that stopped the ranks."""
         try:
             with self._changed:
                 while not ready() and not self.workers.stopped.is_set():
@@ -182,14 +191,14 @@ class RankPool:
         self.check()
 
     def check(self) -> None:
-        """Raise the error that has stopped the ranks, if they are stopped."""
+        """Raise the error that stopped the ranks, if the ranks are stopped."""
         if self.workers.stopped.is_set():
             self._settle()
             raise self._error or Stopped("the ranks were stopped")
 
     def _work(self, rank: int) -> None:
-        """Run a rank's thread."""
-        # Signals belong to the main thread, whose waiting call they interrupt.
+        """Run commands until the pool closes; a rank's thread runs this."""
+        # Signals must reach the main thread, whose waiting call they interrupt.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         while (command := self._queues[rank].get()) is not None:
             if not self.workers.stopped.is_set():
@@ -212,7 +221,7 @@ class RankPool:
 
     @property
     def busy(self) -> bool:
-        """True if a rank has work."""
+        """True if at least one rank has work."""
         return any(self._behind)
 
     # -- failures --------------------------------------------------------------------------------
@@ -231,14 +240,14 @@ class RankPool:
         self._stop()
 
     def _stop(self) -> None:
-        """Stop all ranks; repeated calls change nothing."""
+        """Stop all ranks; further calls have no effect."""
         with self._changed:
             self._deadline = self._deadline or time.monotonic() + self._patience
             self.workers.stop()
             self._changed.notify_all()
 
     def _settle(self) -> bool:
-        """Stop, and wait for running commands to end; True if all have ended."""
+        """Stop the ranks and wait for running commands to end; True if all have ended."""
         self._stop()
         with self._changed:
             while any(self._running) and (left := self._deadline - time.monotonic()) > 0:
@@ -246,7 +255,7 @@ class RankPool:
             return not any(self._running)
 
     def _watch(self) -> None:
-        """Run the watchdog's thread."""
+        """Stop the ranks if no command makes progress; the watchdog's thread runs this."""
         while not self._closed.wait(min(1.0, self._watchdog / 4)):
             idle = time.monotonic() - self._progress
             if idle < self._watchdog or not any(self._running) or self.workers.stopped.is_set():
@@ -261,8 +270,8 @@ class RankPool:
             )
 
     def doing(self, rank: int) -> str:
-        """Return a rank's activity in words: the command, for how long it has run, and the line of
-        code."""
+        """Return a rank's activity in words: name of the command, its duration so far, and the line
+        of code."""
         running = self._running[rank]
         parts = ["idle"]
         if running is not None:
@@ -273,23 +282,23 @@ class RankPool:
             parts.append(self._describe(rank))
         return ", ".join(parts)
 
-    # -- the end ---------------------------------------------------------------------------------
+    # -- end of the run --------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        """True if the ranks are closed."""
+        """True if `close` was called."""
         return self._closed.is_set()
 
     def check_open(self, name: str) -> None:
-        """Raise RuntimeError after `close`. name: name of the call, for the message."""
+        """Raise RuntimeError if `close` was called. name: name of the caller, for the message."""
         if self.closed:
             raise RuntimeError(f"{name}: the ranks are closed: make a new Trainer")
 
     def close(self, cleanup: Callable[[int], None] | None = None) -> None:
         """Run cleanup(rank) in each rank's thread, then end the threads. If ranks were stopped,
         cleanup still runs, in new threads, unless a rank hangs. After a failure, errors of cleanup
-        are swallowed: a GPU repeats its failure at every call, and the first error is the one to
-        see. Repeated calls change nothing."""
+        are ignored, because a GPU repeats its failure at every call and the user should see the
+        first error. Further calls have no effect."""
         if self.closed:
             return
         if self._alone:
@@ -316,7 +325,8 @@ class RankPool:
                 atexit.register(_end_process, self._threads)
 
     def _clean_up(self, cleanup: Callable[[int], None]) -> None:
-        """Clean up after a failure, in new threads: the ranks' threads drop commands now."""
+        """Run cleanup(rank) in new threads after a failure, because the ranks' own threads no
+        longer run commands."""
 
         def clean(rank: int) -> None:
             with contextlib.suppress(Exception):
@@ -328,7 +338,7 @@ class RankPool:
 
 
 def _place(thread: threading.Thread) -> str:
-    """Return the innermost line of this package that a thread is executing, as text."""
+    """Return, as text, the innermost line of this package that a thread is executing."""
     frame = sys._current_frames().get(thread.ident)
     stack = [] if frame is None else traceback.extract_stack(frame)
     ours = [entry for entry in stack if entry.filename.startswith(PACKAGE)] or stack
@@ -338,7 +348,8 @@ def _place(thread: threading.Thread) -> str:
 
 
 def _end_process(threads: list[threading.Thread]) -> None:
-    """Exit at once if a thread still runs: libraries' clean-up would wait forever for its work."""
+    """End the process at once if a thread still runs, because the clean-up of libraries would wait
+    forever for the thread's work."""
     if any(thread.is_alive() for thread in threads):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,8 @@
-"""The processes of a run and their ranks: one process, or several that an MPI launcher starts.
+"""The processes of a run and their ranks: a single process, or several processes started by an MPI
+launcher.
 
-Every process runs the whole program. The first process prints, logs, and does work that is done
-once. Without a launcher, or with a single process, MPI is not imported.
+Every process runs the whole program. The first process prints, logs, and does work that must be
+done only once. Without a launcher, or with a single process, MPI is not imported.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from llmq.base.errors import LlmqError
 
-if TYPE_CHECKING:  # --help does not wait for NumPy
+if TYPE_CHECKING:  # --help must not wait for the import of NumPy
     import numpy as np
 
 T = TypeVar("T")
 
-# Variables in which launchers give the number of processes: Open MPI's mpirun, MPICH and Intel MPI,
-# MVAPICH, srun. (SLURM_NTASKS is also set in a batch script, which is one process.)
+# SIZES has the variables in which launchers give the number of processes: Open MPI's mpirun, MPICH
+# and Intel MPI, MVAPICH, and srun. (SLURM_NTASKS cannot be used: Slurm also sets it in a batch
+# script, which is a single process.)
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -31,8 +33,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def refuse_several(what: str, instead: str = "start it without mpirun or srun") -> None:
-    """Raise LlmqError if a launcher has started several processes for work that needs one. what:
-    the work, instead: the advice, both for the message."""
+    """Raise LlmqError if a launcher has started several processes for work that needs a single
+    process. what, instead: the work and the advice, for the message."""
     count = launched()
     if count > 1:
         raise LlmqError(f"{what} works in one process, and {count} were started: {instead}")
@@ -47,15 +49,15 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """This process and its ranks among all processes and ranks of a run.
+    """The processes and ranks of a run, and the place of this process among all.
 
-    Ranks are numbered machine by machine, on each machine process by process. All processes call
-    the methods from `gather` to `gather_arrays` alike, in the same order.
+    Ranks are numbered machine by machine, and within a machine process by process. All processes
+    must call the methods from `gather` to `gather_arrays` in the same order.
 
     counts: number of ranks of each process; 1 until `choose_machine` divides the devices. machines:
-    name of each process's machine; processes of a machine are adjacent. index: this process's
-    number. mpi: the `llmq.runtime.mpi.Mpi` through which processes exchange values; None with one
-    process, or in a plan. World() is one process with one rank.
+    name of the machine of each process; processes of a machine are adjacent. index: number of this
+    process. mpi: the `llmq.runtime.mpi.Mpi` through which processes exchange values; None with one
+    process, or in a plan. World() without arguments is one process with one rank.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -65,12 +67,12 @@ class World:
 
     @classmethod
     def of(cls, size: int) -> World:
-        """Return one process with this number of ranks."""
+        """Return a world of one process with `size` ranks."""
         return cls(counts=(size,))
 
     @classmethod
     def like(cls, size: int, machines: int) -> World:
-        """Return `size` ranks, divided equally among machines with one process each."""
+        """Return a world of `size` ranks, divided equally among machines with one process each."""
         return cls((size // machines,) * machines, tuple(map(str, range(machines))))
 
     # -- processes -------------------------------------------------------------------------------
@@ -95,16 +97,17 @@ class World:
         return f"process {index} on machine '{self.machines[index]}'"
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, in their order, in every process."""
+        """Return the values of all processes, in the processes' order; every process gets the
+        list."""
         return [value] if self.mpi is None else self.mpi.gather(value)
 
     def share(self, value: T) -> T:
-        """Return the first process's value, in every process."""
+        """Return the first process's value; every process gets the value."""
         return value if self.mpi is None else self.mpi.share(value)
 
     def together(self, fn: Callable[[], T]) -> list[T]:
-        """Call fn in every process; return the results of all processes. All processes raise an
-        LlmqError that fn raises in one."""
+        """Call fn in every process; return the results of all processes. If fn raises an LlmqError
+        in one process, all processes raise the error."""
         if self.mpi is None:
             return [fn()]
         outcomes = self.gather(_outcome(fn))
@@ -115,8 +118,8 @@ class World:
         return [outcome.value for outcome in outcomes]
 
     def each(self, fn: Callable[[], T]) -> T:
-        """Call fn in every process; return this process's result, which need not be picklable. All
-        processes raise an LlmqError that fn raises in one."""
+        """Call fn in every process; return this process's result, which need not be picklable. If
+        fn raises an LlmqError in one process, all processes raise the error."""
         results = []
         self.together(lambda: results.append(fn()))
         return results[0]
@@ -134,13 +137,13 @@ class World:
     def gather_arrays(
         self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
     ) -> list[tuple[int, np.ndarray]]:
-        """Return the numbered arrays of all processes, in the processes' order. to_all: True: every
-        process gets all arrays; False: only the first process does."""
+        """Return the numbered arrays of all processes, in the processes' order. to_all: True to
+        return all arrays in every process; False to return them only in the first process."""
         return parts if self.mpi is None else self.mpi.gather_arrays(parts, to_all=to_all)
 
     def _agreed(self, error: BaseException, index: int | None) -> BaseException:
-        """Return the error that all processes raise. index: the only process that raised it; None:
-        all."""
+        """Return the error that all processes raise together. index: the only process that raised
+        the error; None if all did."""
         if index is not None and isinstance(error, LlmqError):
             error = type(error)(f"{self.process_name(index)}: {error.headline}", error.details)
         error.agreed = True
@@ -150,37 +153,37 @@ class World:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks of all processes."""
+        """Return the number of ranks of all processes."""
         return sum(self.counts)
 
     @cached_property
     def base(self) -> int:
-        """The first rank of this process."""
+        """Return the number of the first rank of this process."""
         return sum(self.counts[: self.index])
 
     @property
     def count(self) -> int:
-        """Number of ranks of this process."""
+        """Return the number of ranks of this process."""
         return self.counts[self.index]
 
     @property
     def local(self) -> range:
-        """The ranks of this process."""
+        """Return the ranks of this process."""
         return range(self.base, self.base + self.count)
 
     @cached_property
     def processes(self) -> tuple[int, ...]:
-        """The process of each rank."""
+        """Return the process of each rank."""
         return tuple(p for p, count in enumerate(self.counts) for _ in range(count))
 
     @cached_property
     def ranks_here(self) -> int:
-        """Number of ranks of all processes on this machine."""
+        """Return the number of ranks of all processes on this machine."""
         return self.ranks_of_machines[self.machine]
 
     @cached_property
     def ranks_of_machines(self) -> dict[str, int]:
-        """Number of ranks of each machine, by name, in order."""
+        """Return the number of ranks of each machine by name, in order."""
         counts = dict.fromkeys(self.machines, 0)
         for count, machine in zip(self.counts, self.machines, strict=True):
             counts[machine] += count
@@ -191,7 +194,7 @@ class World:
         return len(self.ranks_of_machines)
 
     def name(self, rank: int) -> str:
-        """The name of a rank, for messages. With several processes the name includes the
+        """Return the name of a rank for messages. With several processes the name includes the
         machine."""
         if not self.several:
             return f"rank {rank}"
