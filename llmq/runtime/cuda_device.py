@@ -73,8 +73,7 @@ class CudaDevice(Device):
         self._runtime, self._driver = api.runtime, api.driver
         self._nvtx = api.nvtx
         self._folders, self._traffic = folders, None
-        # keys of graphs that would copy to or from scratch files
-        self._moves_files: set[tuple] = set()
+        self._moves_files: set[tuple] = set()  # keys of graphs that would copy scratch files
         stack_offset = align_up(sizes["device"])
         with ExitStack() as undo:
             self._memory = self._take_memory(spec, stack_offset + align_up(sizes["stack"]))
@@ -94,9 +93,8 @@ class CudaDevice(Device):
         super().__init__(spec, storages, sizes, mesh=mesh)
         self.sync_calls = 0
         self._events: list[int] = []
-        self._streams = {
-            name: self._runtime.streamCreateWithFlags(NON_BLOCKING) for name in STREAMS
-        }
+        new_stream = self._runtime.streamCreateWithFlags
+        self._streams = {name: new_stream(NON_BLOCKING) for name in STREAMS}
         self._stream = self._streams["main"]
         self._graphs = Graphs(self._runtime, self._streams, self._new_event)
         self._sync_launches = os.environ.get("LLMQ_SYNC") == "1"
@@ -106,8 +104,7 @@ class CudaDevice(Device):
         self._libraries: dict[str, Any] = {}
         self._choices: Choices | None = None
         self._pool: Any = None  # CuPy's memory pool for `compute`
-        # classes of errors of launches
-        self._errors = (api.runtime.CUDARuntimeError, api.DriverError)
+        self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # raised by launches
         newer = self._runtime.driverGetVersion() >= PROGRAMMATIC_GRAPHS
         self._programmatic = newer and spec.capability >= PROGRAMMATIC
         self._may_overlap = False  # True if the last operation launched a programmatic kernel
