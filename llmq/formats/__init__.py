@@ -51,13 +51,14 @@ def codes_of(precision: PrecisionOptions, dtype: str) -> DType | None:
 def operands_of(
     dev: Device, config: ModelConfig, options: StepOptions, scalars: Tensor | None
 ) -> Operands:
-    """Return the maker of operands for the products of a model's blocks, ready for a run. options:
-    normalized. scalars: StepScalars, I32 (16,)."""
+    """Return the object that makes the operands of products in a model's blocks, ready for a run.
+    options: the step's options, with defaults filled in. scalars: the StepScalars of the device,
+    I32 (16,)."""
     operands = OPERANDS[options.precision.matmul_dtype](dev)
     operands.prepare(config, options, scalars)
     return operands
 
 
 def storage_of(dev: Device, dtype: DType) -> Storage:
-    """Return the storage of frozen matrices whose codes have this dtype."""
+    """Return the object that stores frozen matrices as codes of this dtype."""
     return next(kind for name, kind in STORAGE.items() if parse_dtype(name) == dtype)(dev)

@@ -1,10 +1,11 @@
-"""e4m3: products multiply fp8 codes with one scale per tensor, just-in-time or delayed.
+"""e4m3: products multiply fp8 codes with one scale per tensor, which is just-in-time or delayed.
 
 Codes have two layouts: (rows, features) for products, (features, rows) for weight gradients
-(`model/linear.py` says why). A tensor that backward recomputes has a scale from forward. So with
-both kinds of scales, the kernel that recomputes a tensor writes only the tensor's codes.
+(`model/linear.py` says why). A tensor that backward recomputes keeps the scale that forward
+computed. The kernel that recomputes a tensor therefore writes only codes, with either kind of
+scale.
 
-Scratch is a stack: codes that outlive their tensor are allocated before the tensor.
+Scratch is allocated as a stack: codes that outlive their tensor are allocated before the tensor.
 """
 
 from collections.abc import Mapping
@@ -38,16 +39,16 @@ from llmq.options.groups.precision import PrecisionOptions
 from llmq.options.options import StepOptions
 from llmq.ref.quantize import quantize as ref
 
-# Values of --fp8-fast-accumulation. Precision falls with the length of the sums: over features in
-# most products, over tokens in weight gradients, over the vocabulary in the gradient of the head's
-# input.
+# Values of --fp8-fast-accumulation, each with its consequences. A fast product loses precision with
+# the length of its sums: features in most products, tokens in weight gradients, the vocabulary in
+# the gradient of the head's input.
 FAST = {
     "none": ((), ()),
     "forward": ((FORWARD,), (FORWARD,)),
     "activations": ((FORWARD, BACKWARD), (FORWARD,)),
     "all": ((FORWARD, BACKWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT)),
 }
-"""Products that accumulate fast: (products of blocks, products of the LM head)."""
+"""By flag value: whether products of blocks, and products of the LM head, accumulate fast."""
 
 
 def e4m3_of(precision: PrecisionOptions) -> DType:
@@ -55,18 +56,19 @@ def e4m3_of(precision: PrecisionOptions) -> DType:
 
 
 class E4m3Operands(Operands):
-    """Operands as fp8 codes, whose scales are just-in-time or delayed.
+    """Operands that are fp8 codes, whose scales are just-in-time or delayed.
 
         just in time  The kernel writes the tensor and records its largest |x|; a second kernel
                       makes codes.
         delayed       The kernel writes codes with a scale from earlier steps. Until the first scale
                       exists, codes are made just in time.
 
-    formats: dtype of the codes, by name of a layer's tensor. products: ids of tensors whose codes a
-    product writes. outs: ids of the gradients of the outputs of layers' halves. limits: by tensor
-    id, the largest finite value of the codes' dtype. whole: ids of tensors that adapters, routers
-    or the weight gradients of experts read, not as codes. turned: ids of tensors whose transposed
-    codes weight gradients read.
+    formats: dtype of a tensor's codes, by the tensor's name in a layer. products: ids of tensors
+    whose codes the epilogue of a product writes. outs: ids of the gradients of the outputs of
+    attention, MLP and other halves of layers. limits: by tensor id, the largest finite value of the
+    codes' dtype. whole: ids of tensors that are also read in bf16, by adapters, routers or the
+    weight gradients of experts. turned: ids of tensors whose transposed codes weight gradients
+    read.
     """
 
     weights, makes_codes = E4M3, True
@@ -110,7 +112,8 @@ class E4m3Operands(Operands):
         return head
 
     def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
-        """Add the formats and limits of a layer. coded: True if products write codes."""
+        """Add the code dtypes of a layer's tensors, and their largest finite values. coded: True if
+        products write codes."""
         halves, parts = config.halves(layer), _parts(config, layer)
         names = dict.fromkeys(halves_inputs(halves), self.e4m3)
         names |= dict.fromkeys(halves_gradients(halves), self.gradient_dtype)
@@ -150,8 +153,8 @@ class E4m3Operands(Operands):
         product: bool = True,
         transposed: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return scratch for codes (rows, features) and for transposed codes; None for a layout
-        that is not read."""
+        """Return scratch for codes (rows, features) and for transposed codes (features, rows). None
+        stands for a layout that no product reads."""
         name = tensor_id.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
         if product:
@@ -168,7 +171,7 @@ class E4m3Operands(Operands):
     def _direct(
         self, tensor_id: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
     ) -> OutBuffers:
-        """Return the buffers of a kernel that writes codes with a known scale."""
+        """Return the buffers of a kernel that writes codes with a scale known beforehand."""
         codes = self.scales.fp8_out(tensor_id, q, q_t)
         operand = self._fp8(tensor_id, out, q, q_t)
         return OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id), codes, operand=operand)
@@ -232,7 +235,7 @@ class E4m3Operands(Operands):
         return OutBuffers(tensor_id, out, self.scales.abs_max(tensor_id))
 
     def finalize(self, temps: ExitStack, out: OutBuffers) -> Operand:
-        if out.operand is None:  # memory of codes is taken only now, after the kernel's scratch
+        if out.operand is None:  # the codes are allocated only now, after the kernel's scratch
             return self.quantize(temps, out.name, out.tensor, measured=True, transposed=True)
         if out.pending is not None:
             codes, transposed, scale, _ = out.pending
@@ -282,8 +285,8 @@ class E4m3Operands(Operands):
 
     # -- results of products that an activation reads ---------------------------------------------
     # Before the first scales are known, a product that writes codes runs twice: first with any
-    # scale, to find the largest |x|, then with the scale that follows from this |x|. Any other way
-    # would need memory that no later step uses.
+    # scale, to find the largest |x|, then with the scale that follows from this |x|. Running such a
+    # product once would need memory that no later step uses.
 
     def result_dtype(self, name: str) -> DType:
         return self.formats[name] if self.products else self.dtype
@@ -299,13 +302,14 @@ class E4m3Operands(Operands):
 
 
 class E4m3Storage(Storage):
-    """Frozen matrices as fp8 codes, with one scale per matrix."""
+    """Frozen matrices stored as fp8 codes, with one scale per matrix."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         return {"codes": (matrix.shape, E4M3), "scale": ((1,), F32)}
 
     def encode(self, encoder: Encoder) -> None:
-        """Make codes with one scale, which follows from the matrix's largest |x|."""
+        """Encode the matrix with one scale, which is computed from the largest |x| of the
+        matrix."""
         largest, scale, size = encoder.number(0), encoder.number(1), encoder.matrix.size
         self.dev.zero(largest)
         for start, count in encoder.pieces(size):

@@ -1,7 +1,8 @@
-"""e4m3-blocks: frozen matrices as 8-bit codes as in DeepSeek's files, decoded before products.
+"""e4m3-blocks: frozen matrices are stored as fp8 codes like DeepSeek's files, and decoded before
+products.
 
-Each block of 128 rows and 128 columns of a module has a scale: `ops/quantize/fp8_blocks.py`. Codes
-and scales in DeepSeek's files are kept as they are.
+Each tile of 128 rows and 128 columns of a Hugging Face module has one scale:
+`ops/quantize/fp8_blocks.py`. Codes and scales are copied unchanged from DeepSeek's files.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ def _scales(size: int, columns: int) -> int:
 
 
 class E4m3BlocksStorage(Storage):
-    """Frozen matrices as fp8 codes with a scale for each block. Products read decoded matrices, or
-    codes if they have few rows."""
+    """Frozen matrices stored as fp8 codes with a scale for each tile of 128 x 128. Products read
+    decoded matrices; products of few rows read the codes."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {}
@@ -49,7 +50,7 @@ class E4m3BlocksStorage(Storage):
                     self._encode(encoder, number, run, index)
 
     def _encode(self, encoder: Encoder, number: int, run: Run, index: int) -> None:
-        """Encode a module in pieces of whole blocks. index: of the module in the run."""
+        """Encode a module in pieces of whole tiles. index: the module's index in the run."""
         columns, before = encoder.matrix.columns, index * run.size
         for start, size in encoder.pieces(run.size, min(BLOCK * columns, run.size)):
             shape = size // columns, columns
@@ -70,7 +71,7 @@ class E4m3BlocksStorage(Storage):
             fp8_blocks.decode(self.dev, run.of(out).view(*shape), codes.view(*shape), scales)
 
     def has_coded(self, matrix: Frozen) -> bool:
-        """True unless experts' matrices lie in several runs."""
+        """Return False if a matrix of experts lies in several runs, else True."""
         return len(matrix.shape) == 2 or len(runs_of(matrix)) == 1
 
     def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:

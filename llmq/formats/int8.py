@@ -1,16 +1,16 @@
-"""int8: products multiply signed bytes, and sum integers, exactly.
+"""int8: products multiply signed bytes, and sum the integers exactly.
 
     out      = x       (rows, in)  @ weight   (out, in)^T
     d_x      = d_out   (rows, out) @ weight_t (in, out)^T
     d_weight = d_out_t (out, rows) @ x_t      (in, rows)^T
 
-Elements that a product sums together share one scale. Weights, activations and gradients are stored
-in BF16. Just before a product, both operands get codes with a scale for each row of the matrices
-above: in forward for each token and each output feature. Products multiply the stored codes of a
-frozen weight as they are. `ops/product/product.py` computes all three products.
+All elements that a product sums into one result share one scale. Weights, activations and gradients
+are stored in BF16. Just before a product, both operands are encoded with a scale for each row of
+the matrices above: in forward, for each token and each output feature. A frozen weight is stored as
+codes, which products multiply unchanged. `ops/product/product.py` computes all three products.
 
-Codes of gradients are rounded stochastically: with rounding to nearest, small gradients would lose
-the same part in every step. Other codes are rounded to nearest, so that recomputed values have the
+Codes of gradients are rounded stochastically, because rounding to nearest would lose the same small
+gradients in every step. All other codes are rounded to nearest, so that recomputed values have the
 same codes.
 """
 
@@ -30,11 +30,11 @@ from llmq.ops.quantize import quantize_int8
 from llmq.options.options import StepOptions
 from llmq.ref.quantize import quantize_int8 as ref
 
-SALT = 0x80000000  # salts of other kernels count from 0
+SALT = 0x80000000  # the salts of other kernels count from 0
 
 
 class Int8Operands(Operands):
-    """Operands stay tensors until a product makes their codes."""
+    """Operands that stay tensors until a product encodes the tensors."""
 
     def prepare(self, config: ModelConfig, options: StepOptions, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
@@ -58,7 +58,7 @@ class Int8Operands(Operands):
 
 
 class Int8Storage(Storage):
-    """Frozen matrices as signed bytes with a scale for each row."""
+    """Frozen matrices stored as signed bytes with a scale for each row."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         rows = matrix.size // matrix.columns

@@ -1,7 +1,8 @@
-"""mxfp4: frozen experts as 4-bit codes as in gpt-oss's files, decoded before products.
+"""mxfp4: frozen experts are stored as 4-bit codes like gpt-oss's files, and decoded before
+products.
 
-Weights from gpt-oss's files are kept without loss: encoding decoded values gives the same codes
-(`ops/quantize/four_bits.py`). All other matrices of blocks stay BF16, as in these files.
+Weights from gpt-oss's files are stored without loss: encoding the decoded values gives the same
+codes (`ops/quantize/four_bits.py`). All other matrices of blocks stay BF16, as in gpt-oss's files.
 """
 
 from collections.abc import Mapping
@@ -27,8 +28,8 @@ def _bytes_as(scratch: Tensor, dtype: DType) -> Tensor:
 
 
 class Mxfp4Storage(Storage):
-    """Frozen experts as 4-bit codes. Products read decoded matrices, or codes if they have few
-    rows."""
+    """Frozen experts stored as 4-bit codes. Products read decoded matrices; products of few rows
+    read the codes."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         if not _of_experts(matrix):

@@ -1,8 +1,10 @@
-"""nf4: frozen matrices as 4-bit codes (`ops/quantize/four_bits.py`), decoded before products.
+"""nf4: frozen matrices are stored as 4-bit codes (`ops/quantize/four_bits.py`), and decoded before
+products.
 
-Each module that Hugging Face names is quantized by itself, as in bitsandbytes. Adjacent modules of
-one size, such as experts, form a *run*: their tensors lie together, and one launch decodes a whole
-run. `scale` is the scale of the matrix's fp8 codes, if products read fp8 codes.
+Each module of the Hugging Face model is quantized by itself, as bitsandbytes does. Adjacent modules
+of one size, such as experts, form a *run*: the tensors of a run are stored together, and one launch
+decodes a whole run. The tensor `scale` is the scale of the matrix's fp8 codes, if products multiply
+fp8 codes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,8 +30,8 @@ from llmq.runtime.kernel import ceil_div
 
 
 class Nf4Storage(Storage):
-    """Frozen matrices as 4-bit codes. Products read decoded matrices, or codes if they have few
-    rows."""
+    """Frozen matrices stored as 4-bit codes. Products read decoded matrices; products of few rows
+    read the codes."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {"scale": ((1,), F32)}
@@ -54,14 +56,15 @@ class Nf4Storage(Storage):
         largest = [
             self._run(encoder, number, run) for number, run in enumerate(runs_of(encoder.matrix))
         ]
-        # Each block has an element of level 1 or -1, so the largest scale is the largest |x|.
+        # Every 64 elements with one scale include a code of value 1 or -1, so the largest scale is
+        # the largest |x|.
         scale = max(LEAST_ABS_MAX, *largest) / np.float32(E4M3_MAX)
         self.dev.upload(encoder.number(1), np.array([scale], np.float32))
         encoder.put("scale", encoder.number(1), 0)
 
     def _run(self, encoder: Encoder, number: int, run: Run) -> np.float32:
-        """Encode a run, and return its largest scale. Scales stay on the host until the mean of
-        their module is known."""
+        """Encode a run of modules, and return the run's largest scale. The scales of a module stay
+        on the host until their mean is known."""
         dev, first, size, count = self.dev, run.first, run.size, run.count
         _, blocks, groups = four_bits.sizes(size)
         all_scales = np.zeros((count, blocks), np.float32)
@@ -86,8 +89,8 @@ class Nf4Storage(Storage):
         scales: np.ndarray,
         mean: np.ndarray,
     ) -> None:
-        """Encode a module's scales. before: (number of blocks, number of groups) in the run's
-        modules before this one."""
+        """Encode the scales of a module. before: (number of scales, number of groups of scales) of
+        the modules that precede this module in the run."""
         dev, step = self.dev, encoder.scales.size // ref.GROUP * ref.GROUP or scales.size
         dev.upload(encoder.number(0), mean)
         for start in range(0, scales.size, step):
@@ -111,7 +114,8 @@ class Nf4Storage(Storage):
             four_bits.decode(self.dev, run.of(out), *coded, self._levels, fp8_scale=scale)
 
     def has_coded(self, matrix: Frozen) -> bool:
-        """True if rows consist of whole blocks, and experts' matrices lie in one run."""
+        """Return True if each row has a whole number of scales, and experts' matrices lie in one
+        run."""
         one = len(matrix.shape) == 2 or len(runs_of(matrix)) == 1
         return one and matrix.columns % ref.BLOCK == 0
 

@@ -1,7 +1,8 @@
-"""nvfp4: frozen matrices as 4-bit codes as in NVIDIA's published files, decoded before products.
+"""nvfp4: frozen matrices are stored as 4-bit codes like NVIDIA's published files, and decoded
+before products.
 
-Each module that Hugging Face names is quantized by itself: `ops/quantize/nvfp4.py`. Codes, scales
-and factors in NVIDIA's files are kept as they are.
+Each module of the Hugging Face model is quantized by itself: `ops/quantize/nvfp4.py`. Codes, scales
+and factors are copied unchanged from NVIDIA's files.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from llmq.ref.quantize import nvfp4 as ref
 
 
 class Nvfp4Storage(Storage):
-    """Frozen matrices as 4-bit codes. Products read decoded matrices."""
+    """Frozen matrices stored as 4-bit codes. Products read decoded matrices."""
 
     def layout(self, matrix: Frozen) -> StorageLayout:
         layout: StorageLayout = {}

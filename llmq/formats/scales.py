@@ -1,12 +1,12 @@
-"""Scales of fp8 activations and their gradients; `state/codes.py` makes the scales of weights.
+"""Scales of fp8 codes of activations and gradients; `state/codes.py` makes the scales of weights.
 
-Each tensor has one slot for its largest |x|, and one slot for its scale.
+Each tensor has one memory slot for its largest |x|, and one slot for its scale.
 
-just in time   A tensor's scale follows from its own largest |x|. Slots are refilled in every
-               micro-step, and valid until the end of the micro-step.
-delayed        A scale follows from the largest |x| of the last optimizer steps and stays the same
-               for a whole step. Kernels can write codes directly, and count the elements that
-               exceed the range. Products can write codes, too; see `product`.
+just in time   A tensor's scale follows from its own largest |x|. Each micro-step writes the slots
+               anew.
+delayed        A scale follows from the largest |x| of the last optimizer steps, and stays the same
+               for a whole step. Kernels can then write codes directly, and count the elements that
+               exceed the range. Products can write codes, too: see `DelayedScales.product`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,53 +20,57 @@ from llmq.ops.quantize import fp8_scale
 from llmq.ops.quantize.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 
-HISTORY = 16  # number of optimizer steps whose largest |x| are kept
+HISTORY = 16  # number of optimizer steps whose largest |x| is remembered
 # Factor by which a tensor may outgrow its largest |x| in the history before elements saturate. E4M3
-# spans 18 powers of two: a factor of two costs one power, and no precision in the other powers.
-# Without this margin about one tensor in 17 would saturate in every step.
+# spans 18 powers of two, so a margin of two costs one power at the lower end and no precision
+# elsewhere. Without this margin about one tensor in 17 would saturate in every step.
 SCALE_MARGIN = 2.0
-STATE = "fp8_abs_max."  # prefix of names in a checkpoint
+STATE = "fp8_abs_max."  # prefix of the histories' names in a checkpoint
 
 
 class StaticScales:
-    """Scales that need no work from step to step; base class of other scales."""
+    """Scales that no step changes; the base class of other scales."""
 
     ready = True
-    """True if all scales that kernels read exist; False before the first delayed scales."""
+    """True if all scales that kernels read exist; False before the first delayed scales are
+    computed."""
 
     def start_step(self) -> None:
-        """Prepare for the micro-steps of an optimizer step."""
+        """Prepare the scales for the micro-steps of an optimizer step."""
 
     def start_micro_step(self, *, of_step: bool) -> None:
-        """Prepare for a forward pass. of_step: False if the pass belongs to an evaluation."""
+        """Prepare the scales for a forward pass. of_step: False if the forward pass belongs to an
+        evaluation."""
 
     def calibrate(self) -> None:
-        """Make the first scales from a micro-step that ran without scales, and start recording
-        anew."""
+        """Compute the first scales from a micro-step that ran without scales, and clear the
+        recorded
+        x
+        ."""
 
     def finish_step(self, stats: Tensor) -> None:
-        """Make the next step's scales, before the update. stats: F64 (10,), this rank's statistics.
-        Only launches."""
+        """Compute the next step's scales, before the update. stats: F64 (10,), this rank's
+        statistics. The method only launches kernels."""
 
     def state(self) -> dict[str, list[float]]:
-        """Return the part of a checkpoint from which scales are restored, by tensor; equal on all
-        ranks."""
+        """Return the histories to be saved in a checkpoint, by tensor; equal on all ranks."""
         return {}
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
-        """Restore the result of `state`."""
+        """Restore the histories that `state` returned."""
 
 
 class Scales(StaticScales):
-    """Just-in-time scales: a slot for each name, refilled in each micro-step."""
+    """Just-in-time scales: each tensor name has a slot, which every micro-step fills anew."""
 
     def __init__(self, dev: Device, limits: Mapping[str, float]):
-        """limits: by a tensor's name, the largest finite value of the codes' dtype."""
+        """limits: the largest finite value of the codes' dtype, by tensor name."""
         self.dev, self.names = dev, tuple(limits)
         self.abs_maxes = self._alloc("abs_maxes", len(limits), STRIDE)
         self.scales = self._alloc("scales", len(limits), STRIDE)
         self._abs_max_of, self._scale_of = slots(self.abs_maxes, limits), slots(self.scales, limits)
-        # Kernels that recompute tensors count saturated elements here; nobody reads this count.
+        # Kernels that recompute tensors count saturated elements in this tensor, which nobody
+        # reads.
         self._ignored = dev.alloc("fp8_saturated.again", (1,), I32, "Activations")
         dev.zero(self._ignored)
 
@@ -74,7 +78,7 @@ class Scales(StaticScales):
         return self.dev.alloc(name, shape, F32, "Activations")
 
     def abs_max(self, name: str) -> Tensor:
-        """Return the slot in which a tensor's kernel records the largest |x|, F32 (1,)."""
+        """Return the slot, F32 (1,), in which a tensor's kernel records the largest |x|."""
         return self._abs_max_of[name]
 
     def scale(self, name: str) -> Tensor:
@@ -82,8 +86,8 @@ class Scales(StaticScales):
         return self._scale_of[name]
 
     def fp8_out_again(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
-        """Return the buffers of a kernel that recomputes a tensor as codes. The kernel uses
-        forward's scale, and forward has counted the saturated elements."""
+        """Return the buffers of a kernel that recomputes a tensor as codes. The kernel uses the
+        scale of forward, which has counted the saturated elements."""
         return Fp8Out(codes, transposed, self.scale(name), self._ignored)
 
     def forget(self) -> None:
@@ -97,7 +101,7 @@ class Scales(StaticScales):
 
 
 class DelayedScales(Scales):
-    """Delayed scales: a slot for each name, and a history of its largest |x|."""
+    """Delayed scales: each tensor name has a slot and a history of the largest |x|."""
 
     def __init__(self, dev: Device, limits: Mapping[str, float], products: Sequence[str] = ()):
         """products: the names of tensors whose codes products write."""
@@ -119,7 +123,8 @@ class DelayedScales(Scales):
     def _prepare_products(
         self, limits: Mapping[str, float], values: np.ndarray, products: Sequence[str]
     ) -> None:
-        """Allocate a slot for each tensor whose codes products write. values: as in _limits."""
+        """Allocate a slot for each tensor whose codes are written by a product. values: the largest
+        finite values of codes, as `_limits` returns the values."""
         n = len(limits)
         self._factors = self._alloc("fp8_factors", n, STRIDE)
         self.dev.upload(self._factors, np.ones((n, STRIDE), np.float32))
@@ -128,7 +133,7 @@ class DelayedScales(Scales):
         self._largest_of = slots(self._largest, products)
         limit_slots = self._alloc(
             "fp8_limits.own", n, STRIDE
-        )  # each limit at an address that kernels take
+        )  # kernels take limits by address
         self.dev.upload(limit_slots, np.repeat(values[:, None], STRIDE, axis=1))
         self._limit_of = slots(limit_slots, limits)
         self._newest = self._alloc("abs_max.newest", 1, 1)
@@ -138,9 +143,10 @@ class DelayedScales(Scales):
         return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
 
     def product(self, name: str, codes: Tensor | None, *, again: bool = False) -> ProductCodes:
-        """Return the buffers of a product that writes a tensor's codes. codes: None if memory is
-        not taken yet. again: True if the tensor's statistics have been recorded already, else the
-        codes' reader records the statistics."""
+        """Return the buffers of a product that writes a tensor's codes. codes: the memory of the
+        codes; None if the memory is not allocated yet. again: True if the tensor's statistics have
+        been recorded already. If again is False, the kernel that reads the codes records the
+        statistics."""
         scale, factor, largest = self.scale(name), self._factor_of[name], self._largest_of[name]
         if again:
             return ProductCodes(codes, scale, factor, largest)
@@ -157,7 +163,7 @@ class DelayedScales(Scales):
         scale, factor, largest = (
             table.rows(row, row + 1) for table in (self.scales, self._factors, self.abs_maxes)
         )
-        if name in self._largest_of:  # the codes' reader has not raised abs_max yet
+        if name in self._largest_of:  # the kernel that reads the codes has not raised abs_max yet
             row = list(self._largest_of).index(name)
             largest = self._largest.rows(row, row + 1)
         return FirstScale(scale, self._newest, self._limit_of[name], largest, factor)
@@ -167,13 +173,13 @@ class DelayedScales(Scales):
         self.dev.zero(self._saturated)
 
     def start_micro_step(self, *, of_step: bool) -> None:
-        if not (of_step and self.ready):  # delayed scales need the maximum over a step
+        if not (of_step and self.ready):  # delayed scales need a step's maximum
             self.forget()
 
     def finish_step(self, stats: Tensor) -> None:
-        """Make the next step's scales, and add this rank's count of saturated elements to stats.
-        The norm in stats becomes NaN if a tensor had an infinity, because kernels clamp infinities
-        like large numbers."""
+        """Compute the next step's scales, and add this rank's count of saturated elements to stats.
+        The gradient norm in stats becomes NaN if a tensor had an infinity, because kernels clamp
+        infinities like large numbers."""
         fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
         self._record()
 
@@ -183,7 +189,8 @@ class DelayedScales(Scales):
         self.forget()
 
     def _record(self) -> None:
-        """Add the largest |x| over all ranks to the history, and make scales from the history."""
+        """Add the largest |x| over all ranks to the history, and compute scales from the
+        history."""
         if self._gathered is not None:
             flat = self.abs_maxes.view(self.abs_maxes.size)
             self.dev.mesh.group().all_gather(self._gathered, flat)
@@ -196,15 +203,15 @@ class DelayedScales(Scales):
         )
 
     def state(self) -> dict[str, list[float]]:
-        """Return each tensor's history, oldest step first."""
+        """Return each tensor's history of largest |x|, oldest step first."""
         if not self.ready:
             return {}
         history = self.dev.download(self._history).T.tolist()
         return {f"{STATE}{name}": row for name, row in zip(self._scale_of, history, strict=True)}
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
-        """Restore the histories. If one of this run's tensors has no history, all histories begin
-        anew."""
+        """Restore the histories of largest |x|. If one of this run's tensors has no history, all
+        histories begin anew."""
         columns = [state.get(f"{STATE}{name}", []) for name in self._scale_of]
         self.ready = all(len(column) == HISTORY for column in columns)
         if self.ready:

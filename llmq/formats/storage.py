@@ -7,8 +7,8 @@
     nf4          | scale of fp8 codes | a run of modules: codes, scales' codes, groups, means | ...
     nvfp4        | a run of modules: codes, scales, factors | ...
 
-All tensors of a block form one run of bytes. Ranks' shards, gathered parts and streamed parts are
-ranges of these bytes, which may begin and end inside a tensor.
+All tensors of a block form one run of bytes. A rank's shard, a gathered part or a streamed part is
+a range of these bytes, which may begin and end inside a tensor.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from llmq.ref.quantize.four_bits import GROUP
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 
-ALIGN = 256  # bytes: alignment of tensors, for the fastest products, and of ranks' shards
-PIECE = 1 << 22  # elements encoded at a time: a whole number of groups of NF4's scales
-ROWS = 16  # rows of a tile of INT8 codes, and the least number of columns
-NUMBER = 4  # F32 elements from one number to the next: 16 bytes
+ALIGN = 256  # bytes to which tensors are aligned, for the fastest products, and ranks' shards
+PIECE = 1 << 22  # elements encoded at a time, a multiple of the elements of a group of NF4 scales
+ROWS = 16  # rows of a tile of INT8 codes, and the least number of columns of a matrix
+NUMBER = 4  # distance between two stored numbers in F32 elements: 16 bytes
 
 Write = Callable[[Tensor, int], None]
-"""Function (tensor, first) that fills tensor (n,) with the matrix's elements from `first` on."""
+"""Function (tensor, first) that copies the matrix's elements from number `first` on into tensor
+(n,)."""
 Put = Callable[[str, Tensor, int], None]
-"""Function (name, tensor, byte) that stores `tensor` as the part of the matrix's tensor `name` from
-`byte` on."""
+"""Function (name, tensor, byte) that stores `tensor` in the matrix's tensor `name`, from `byte`
+on."""
 CodesOf = Callable[[HfPart], Mapping[str, Iterator[np.ndarray]] | None]
-"""Function that returns by name, in pieces, the tensors that a file has for a module's codes; None
-if the file has no codes of the matrix's format."""
+"""Function (part) that returns a module's codes from the checkpoint file: iterators over pieces of
+each tensor, by name. The result is None if the file has no codes of the matrix's format."""
 StorageLayout = dict[str, tuple[tuple[int, ...], DType]]
-"""Shape and dtype of the tensors that store a matrix, by name."""
+"""Shape and dtype of each tensor that stores a matrix, by tensor name."""
 
 
 class Frozen(Protocol):
-    """A frozen matrix; the weight table's `Param` is one."""
+    """A frozen matrix; the class `Param` of the weight table has these attributes."""
 
     key: str
     shape: tuple[int, ...]
@@ -56,8 +57,8 @@ class Frozen(Protocol):
 
 
 class Run(NamedTuple):
-    """Adjacent modules of one size, such as experts, whose tensors lie together. first: element of
-    the matrix at which the run begins. size: number of elements of one module."""
+    """Adjacent modules of one size, such as experts, whose tensors are stored together. first: the
+    matrix element at which the run begins. size: number of elements of one module."""
 
     first: int
     size: int
@@ -68,7 +69,7 @@ class Run(NamedTuple):
         return len(self.parts)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the run's elements of a matrix, flat."""
+        """Return the run's elements of the matrix x, flattened."""
         return x.view(x.size).rows(self.first, self.first + self.count * self.size)
 
 
@@ -85,12 +86,12 @@ def runs_of(matrix: Frozen) -> list[Run]:
 
 
 def piece_of(size: int) -> int:
-    """Return the number of elements encoded at a time, out of `size`."""
+    """Return how many elements of a matrix of `size` elements are encoded at a time."""
     return min(PIECE, size)
 
 
 class Region(NamedTuple):
-    """A tensor inside a block's bytes. offset: the tensor's first byte."""
+    """The place of a tensor inside a block's bytes. offset: the tensor's first byte."""
 
     offset: int
     shape: tuple[int, ...]
@@ -98,8 +99,9 @@ class Region(NamedTuple):
 
 
 class CodeLayout:
-    """Places of the tensors of a block's matrices. nbytes: bytes of all tensors, a multiple of
-    ALIGN for each rank. regions: place of a tensor, by a matrix's key and a tensor's name."""
+    """The places of the tensors that store a block's matrices. nbytes: bytes of all tensors,
+    rounded up to a multiple of ALIGN for each rank. regions: the place of a tensor, by matrix key
+    and tensor name."""
 
     def __init__(self, matrices: Mapping[str, StorageLayout], shards: int = 1):
         """matrices: the tensors of each matrix, by key. shards: number of ranks."""
@@ -114,7 +116,7 @@ class CodeLayout:
         self.nbytes = align_up(used, ALIGN * shards)
 
     def tensors(self, packed: Tensor, key: str) -> dict[str, Tensor]:
-        """Return a matrix's tensors by name. packed: U8, from the block's first byte on."""
+        """Return the tensors that store a matrix, by name. packed: U8, the bytes of the block."""
         return {
             name: Tensor(name, shape, dtype, packed.storage, packed.offset + offset)
             for name, (offset, shape, dtype) in self.regions[key].items()
@@ -122,10 +124,11 @@ class CodeLayout:
 
 
 class Encoder:
-    """Scratch for encoding one matrix after another, in pieces. The constructor takes the scratch
-    once, so that plans count the memory. matrix: the matrix to encode. put: stores the matrix's
-    tensors. codes: U8, one code for each element of a piece. scales: F32, one scale for ROWS
-    elements. groups: F32, one number for GROUP scales."""
+    """Scratch memory in which matrices are encoded one after another, in pieces. The constructor
+    allocates the scratch once, so that memory plans count the scratch. matrix: the matrix to
+    encode. put: function that stores the tensors of the matrix. codes: U8, one code for each
+    element of a piece. scales: F32, one scale for ROWS elements. groups: F32, one number for GROUP
+    scales."""
 
     matrix: Frozen
     put: Put
@@ -153,18 +156,18 @@ class Encoder:
     def of(
         self, matrix: Frozen, write: Write, dtype: DType, put: Put, codes_of: CodesOf
     ) -> Iterator[Encoder]:
-        """Prepare to encode `matrix` in a with block. write: writes the matrix's elements, in dtype
-        F32 or BF16. put: stores tensors. codes_of: returns codes of modules that need no
-        encoding."""
+        """Prepare to encode `matrix`, as the context of a `with` statement. write: copies the
+        matrix's elements, in dtype F32 or BF16. put: stores tensors. codes_of: returns a module's
+        codes from the file, if the file has codes of this format."""
         with self._scratch(dtype):
             self.matrix, self.put, self._write, self._loaded = matrix, put, write, (0, 0)
             self._codes_of = codes_of
             yield self
 
     def copied(self, number: int, run: Run, index: int, nbytes: Mapping[str, int]) -> bool:
-        """Store a module's codes from its file; return False if the file has no codes. number:
-        number of the run, whose tensors are called NAME.number. index: index of the module in the
-        run. nbytes: bytes of a module's tensors, by name."""
+        """Store a module's codes from the file; return False if the file has no codes. number:
+        number of the run; the run's tensors are called NAME.number. index: index of the module in
+        the run. nbytes: bytes of a module's tensors, by name."""
         tensors = self._codes_of(run.parts[index])
         if tensors is None:
             return False
@@ -181,12 +184,12 @@ class Encoder:
         return True
 
     def number(self, index: int) -> Tensor:
-        """Return scratch for one number, F32 (1,). index: 0 or 1."""
+        """Return scratch for one number, F32 (1,). index: 0 or 1, which of two numbers."""
         return self._numbers.rows(NUMBER * index, NUMBER * index + 1)
 
     def pieces(self, size: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-        """Yield (first, count) of each piece of `size` elements. All counts but the last are
-        multiples of `multiple`."""
+        """Yield (first element, number of elements) for each piece of `size` elements. All numbers
+        but the last are multiples of `multiple`."""
         step = self._piece // multiple * multiple
         for first in range(0, size, step):
             yield first, min(step, size - first)
@@ -201,14 +204,14 @@ class Encoder:
 
 
 class Storage:
-    """Base class of the number formats of frozen matrices, with a subclass in each format's file.
-    dev: the device that makes, decodes or multiplies codes."""
+    """The base class of number formats of frozen matrices; each format's file has a subclass. dev:
+    the device that makes, decodes or multiplies codes."""
 
     def __init__(self, dev: Device):
         self.dev = dev
 
     def layout(self, matrix: Frozen) -> StorageLayout:
-        """Return shapes and dtypes of the tensors that store a matrix."""
+        """Return the shapes and dtypes of the tensors that store a matrix."""
         raise NotImplementedError
 
     def piece(self, matrix: Frozen) -> int:
@@ -220,30 +223,32 @@ class Storage:
         products read the stored codes."""
 
     def encode(self, encoder: Encoder) -> None:
-        """Read the encoder's matrix in pieces, and store its tensors."""
+        """Read the encoder's matrix in pieces, and store the matrix's codes and scales."""
         raise NotImplementedError
 
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
     ) -> None:
-        """Decode a stored matrix to out, of the matrix's shape. kept: the tensors that store the
-        matrix. scale: out, F32 (1,), if out is E4M3; else None."""
+        """Decode a stored matrix into out, which has the matrix's shape. kept: the tensors that
+        store the matrix. scale: receives the scale of out, F32 (1,), if out is E4M3; else None."""
         raise NotImplementedError
 
     def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
-        """Return the operand of a stored matrix. transposed: transposed codes (..., in, out)."""
+        """Return a stored matrix as an operand of products. transposed: transposed codes (..., in,
+        out)."""
         raise NotImplementedError
 
     def has_coded(self, matrix: Frozen) -> bool:
-        """True if `coded` supports the matrix."""
+        """Return True if the method `coded` supports the matrix."""
         return False
 
     def coded(self, matrix: Frozen, kept: Mapping[str, Tensor]) -> Operand:
-        """Return the operand of a stored matrix for products of few rows, which decode the codes
-        themselves."""
+        """Return the operand of a stored matrix for products of few rows; such a product decodes
+        the codes."""
         raise NotImplementedError
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
-        """Return the elements x (n,), encoded and decoded by the references; F32 (n,)."""
+        """Return the elements x (n,) after encoding and decoding with the NumPy reference; F32
+        (n,)."""
         raise NotImplementedError

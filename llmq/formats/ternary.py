@@ -4,10 +4,10 @@
     d_x      = d_out (rows, out) @ weight_q
     d_weight = d_out^T           @ x_q
 
-weight_q is the codes of a weight times the mean |w| of the weight's module. x_q is signed bytes
-times a scale for each token. Gradients ignore both roundings (straight-through): backward
-multiplies weight_q and x_q in the model's dtype. Weights, activations and gradients are stored in
-the model's dtype; codes are made just before a product.
+weight_q is codes times the mean |w| of the weight's Hugging Face module. x_q is signed bytes times
+a scale for each token. Gradients ignore both roundings (straight-through): backward multiplies
+weight_q and x_q in the model's dtype. Weights, activations and gradients are stored in the model's
+dtype; each product encodes its operands anew.
 """
 
 from contextlib import ExitStack
@@ -23,7 +23,8 @@ from llmq.options.options import StepOptions
 
 
 def rounded_keys(config: ModelConfig, of: str) -> set[str]:
-    """Return the keys of the matrices that are rounded. of: the value of --ternary-of."""
+    """Return the keys of the matrices that are rounded to ternary values. of: the value of
+    --ternary-of."""
     halves = (half for layer in range(config.num_layers) for half in config.halves(layer))
     return {
         matrix.key
@@ -34,7 +35,7 @@ def rounded_keys(config: ModelConfig, of: str) -> set[str]:
 
 
 class TernaryOperands(Operands):
-    """Operands stay tensors until a product needs codes or rounded values."""
+    """Operands that stay tensors until a product needs codes or rounded values."""
 
     def prepare(self, config: ModelConfig, options: StepOptions, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
