@@ -131,9 +131,7 @@ class DelayedScales(Scales):
         self._factor_of = slots(self._factors, limits)
         self._largest = self._alloc("abs_maxes.products", len(products), STRIDE)
         self._largest_of = slots(self._largest, products)
-        limit_slots = self._alloc(
-            "fp8_limits.own", n, STRIDE
-        )  # kernels take limits by address
+        limit_slots = self._alloc("fp8_limits.own", n, STRIDE)  # kernels take limits by address
         self.dev.upload(limit_slots, np.repeat(values[:, None], STRIDE, axis=1))
         self._limit_of = slots(limit_slots, limits)
         self._newest = self._alloc("abs_max.newest", 1, 1)

@@ -1,4 +1,5 @@
-"""Training state kept between micro-steps: weights, codes, gradients, moments, and their table.
+"""Training state kept between micro-steps: weights, fp8 and int8 codes, gradients, moments, and the
+weight table.
 
 Start with `params.py`, the weight table, then `placement.py`.
 """

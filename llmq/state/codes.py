@@ -1,7 +1,7 @@
-"""Codes of trained weight matrices, made after each update; transposed codes of all matrices.
+"""Codes of trained weight matrices, made after each update, and transposed codes of all matrices.
 
-A rank quantizes its shard of each matrix with a scale of the whole matrix. Every rank records the
-largest |x| of its shard, and the maximum over ranks gives the scale.
+A rank quantizes its shard of each matrix with one scale for the whole matrix. Every rank records
+the largest |x| of its shard; the scale follows from the maximum over ranks.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,13 +19,13 @@ from llmq.state.placement import Placement
 
 
 class Transposes:
-    """Transposed codes of the blocks' matrices: a set for each block, or one set that blocks share.
-    own: names of the blocks that have a set of their own."""
+    """Transposed codes of the blocks' matrices: each block has its own set, or blocks share one
+    set. own: names of the blocks with a set of their own."""
 
     def __init__(self, dev: Device, table: Iterable[Slab], placement: Placement):
         self.dev, self.own = dev, set[str]()
         self._of: dict[str, dict[str, Tensor]] = {}
-        shared: dict[tuple, Tensor] = {}  # by key and shape: shapes may differ between blocks
+        shared: dict[tuple, Tensor] = {}  # by key and shape, as shapes may differ between blocks
         for slab in table:
             store = placement[slab.name].transposed
             if store is None:
@@ -44,28 +44,31 @@ class Transposes:
         return self._of[name]
 
     def written(self, name: str, operands: Mapping[str, Operand]) -> None:
-        """Make a block's transposed codes from its new codes, if the block has a set of its own."""
+        """Write a block's transposed codes after its codes have changed, if the block has its own
+        set."""
         if name in self.own:
             self._make(operands)
 
     def used(self, name: str, operands: Mapping[str, Operand]) -> None:
-        """Make a block's transposed codes in the shared set, which the next block overwrites."""
+        """Write a block's transposed codes into the shared set before the block's use."""
         if name in self._of and name not in self.own:
             self._make(operands)
 
     def _make(self, operands: Mapping[str, Operand]) -> None:
         for operand in operands.values():
             if isinstance(operand, Fp8 | Int8):
-                # The kernel moves bytes, whatever their type.
+                # The kernel moves bytes, whatever the dtype of the codes.
                 by_columns = operand.transposed.view_as(E4M3)
                 quantize.transpose(self.dev, by_columns, operand.codes.view_as(E4M3))
 
 
 class WeightCodes:
-    """Codes of the blocks' matrices, laid out like a whole slab or a rank's shard of it."""
+    """Codes of the blocks' matrices, laid out like a whole slab or like a rank's shard of a
+    slab."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], transposes: Transposes, limit: float):
-        """table: the slabs whose codes are made. limit: the largest finite value of a code."""
+        """table: the slabs whose matrices are encoded. limit: the largest finite value of a
+        code."""
         self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
         self._limit = limit
@@ -81,7 +84,7 @@ class WeightCodes:
         )
 
     def operands(self, name: str, codes: Tensor) -> dict[str, Operand]:
-        """Return a block's operands, by the matrices' keys. codes: the whole slab."""
+        """Return a block's operands, by matrix key. codes: the codes of the whole slab."""
         slab, transposed = self.slabs[name], self.transposes[name]
         return {
             p.key: Fp8(
@@ -96,7 +99,7 @@ class WeightCodes:
     # -- after an update -------------------------------------------------------------------------
 
     def forget(self, names: Collection[str]) -> None:
-        """Zero the largest |x| of these slabs."""
+        """Zero the recorded largest |x| of the slabs with these names."""
         first = 0
         for changes, run in groupby(self.slabs.values(), key=lambda slab: slab.name in names):
             stop = first + STRIDE * sum(len(slab.params) for slab in run)
@@ -105,13 +108,13 @@ class WeightCodes:
             first = stop
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
-        """Record the largest |x| of a slab's elements [start, stop), which `master` holds."""
+        """Record the largest |x| of a slab's elements [start, stop), which are in `master`."""
         for param, first, last in slab.pieces(start, stop):
             piece = master.rows(first - start, last - start)
             fp8_scale.abs_max(self.dev, self._abs_max_of[param.name], piece)
 
     def finish_scales(self) -> None:
-        """Make the scales from the largest |x| over all shards."""
+        """Compute the scales from the largest |x| over the shards of all ranks."""
         if self._gathered is not None:
             self.dev.mesh.group("shard").all_gather(self._gathered, self._abs_maxes)
             fp8_scale.combine(self.dev, self._abs_maxes, self._gathered)
@@ -125,8 +128,9 @@ class WeightCodes:
         keys: Collection[str] | None = None,
         start: int = 0,
     ) -> None:
-        """Make codes (n,) of this rank's shard from the shard's master (n,). start: element of the
-        shard at which both begin. keys: keys of the matrices to quantize; None: all."""
+        """Write codes (n,) of this rank's shard from the shard's master weights (n,). start: the
+        element of the shard at which codes and master begin. keys: keys of the matrices to
+        quantize; None: all matrices."""
         slab = self.slabs[name]
         start += self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + master.size):
@@ -139,7 +143,7 @@ class WeightCodes:
     def with_transposed(
         self, name: str, operands: Mapping[str, Operand], master: Tensor, coded: Collection[str]
     ) -> dict[str, Operand]:
-        """Make a block's transposed codes like `Transposes.used`, and return the block's operands.
+        """Write a block's transposed codes like `Transposes.used`, and return the block's operands.
         coded: keys of the matrices that have codes. Transposed codes of other matrices are made
         from the slab's whole master (n,)."""
         made = dict(operands)
@@ -156,7 +160,7 @@ class WeightCodes:
 
 
 class HeadCodes:
-    """Codes of the LM head's matrix; each rank makes the codes of the whole matrix."""
+    """Codes of the LM head's matrix; each rank encodes the whole matrix."""
 
     def __init__(self, dev: Device, matrix: Tensor, dtype: DType):
         self.dev = dev
@@ -170,7 +174,7 @@ class HeadCodes:
         )
 
     def quantize(self) -> None:
-        """Make codes in both layouts from the present matrix."""
+        """Encode the current matrix as codes and as transposed codes."""
         dev, operand, largest = self.dev, self.operand, self._abs_max
         dev.zero(largest)
         fp8_scale.abs_max(dev, largest, operand.source)

@@ -1,18 +1,19 @@
-"""Frozen blocks, kept as codes with scales: --base-dtype e4m3, e4m3-blocks, int8, nf4, mxfp4 and
+"""Frozen blocks, stored as codes with scales: --base-dtype e4m3, e4m3-blocks, int8, nf4, mxfp4 and
 nvfp4.
 
-Products that multiply this format read the stored codes, resident or in a slot. For other products
-a block is decoded into a slot before its use:
+If products multiply the stored format, products read the stored codes, resident or in a slot of
+device memory that blocks share. If products multiply another format, a block is decoded into a slot
+before its use:
 
     stored    whole on the device | a shard of each rank, on the device or in host memory
     arrives                       | gathered into a slot, or into `arriving` to be decoded
     used      as stored           | decoded into a slot, in the model's dtype or as fp8 codes
 
-Gathering and decoding run on the stream on which the slot arrives: for gathered blocks beside the
-block before, for blocks whose codes are whole on the main stream, see `weights.py`.
+Gathering and decoding run on the stream on which the slot arrives: gathered blocks beside the
+products of the block before, blocks whole on the device on the main stream (`weights.py`).
 
-Codes are made piece by piece while weights are read. If files have codes of the same format, these
-codes are kept. Each rank makes the codes of the whole block and keeps its part of the bytes: scales
+Matrices are encoded in pieces while weights are read. Codes of the same format in the files are
+copied without encoding. Each rank encodes the whole block and keeps its share of the bytes: scales
 are equal on all ranks, and ranks need not communicate.
 """
 
@@ -34,22 +35,22 @@ from llmq.state.params import Param, Slab
 from llmq.state.placement import Placement
 
 Source = Callable[[Param], tuple[Write, DType]]
-"""Function that returns a parameter's `Write`, and the dtype of the written elements: F32 or
-BF16."""
+"""Function that returns a parameter's `Write`, and F32 or BF16, the dtype of the written
+elements."""
 
 
 class Stored(NamedTuple):
-    """Functions by which frozen blocks read a model's files. elements(param, start, stop): returns
-    the elements [start, stop) of a flat parameter, F32 or BF16. codes(part, format): returns the
-    tensors of a module's codes in this --base-dtype, see `CodesOf`."""
+    """Functions that read frozen blocks from a model's files. elements(param, start, stop): returns
+    the elements [start, stop) of a flat parameter, F32 or BF16. codes(part, format): returns a
+    module's codes and scales in this --base-dtype, as `CodesOf` does."""
 
     elements: Callable[[Param, int, int], np.ndarray]
     codes: Callable[[HfPart, str], Mapping[str, Iterator[np.ndarray]] | None]
 
     @classmethod
     def of(cls, read: Callable[[Param], np.ndarray]) -> "Stored":
-        """Return functions for a model of whole parameters, without codes. read: see
-        `Weights.load`."""
+        """Return functions for a model whose parameters are whole arrays without codes. read:
+        returns a parameter's array, as in `Weights.load`."""
         last: dict[str, np.ndarray] = {}
 
         def elements(param: Param, start: int, stop: int) -> np.ndarray:
@@ -63,7 +64,7 @@ class Stored(NamedTuple):
         return cls(elements, lambda part, kind: None)
 
     def source(self, dev: Device) -> Source:
-        """Return a source that uploads the elements."""
+        """Return a source that uploads the elements to the device."""
 
         def source(param: Param) -> tuple[Write, DType]:
             def write(target: Tensor, first: int) -> None:
@@ -75,16 +76,16 @@ class Stored(NamedTuple):
 
 
 class FrozenBlocks:
-    """This rank's part of a model's frozen blocks. packed: by slab, U8, all bytes of the slab's
-    layout or this rank's shard of the bytes."""
+    """The share of a model's frozen blocks that this rank stores. packed: by slab, U8; all bytes of
+    the slab's layout, or this rank's shard of these bytes."""
 
     def __init__(
         self, dev: Device, table: tuple[Slab, ...], placement: Placement, transposes: Transposes
     ):
-        """table: the slabs that are kept as codes."""
+        """table: the slabs that are stored as codes."""
         self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
-        first = placement[table[0].name]  # all these slabs have the same placement
+        first = placement[table[0].name]  # all slabs stored as codes have the same placement
         self._store, self._work, self.decodes = first.base, first.work, first.decodes
         self._storage = self._multiplied = storage_of(dev, first.base.dtype)
         self._layouts = self._lay(dev.mesh.size("shard"))
@@ -114,7 +115,7 @@ class FrozenBlocks:
         return self.dev.alloc(f"{name}.base", (size,), U8, "Quants", self._store.memory)
 
     def alloc_slot(self, index: int) -> Tensor:
-        """Allocate a slot for the work weights of any block."""
+        """Allocate a slot: device memory for the weights of any one block."""
         name = f"weights.slot.{index}"
         if self._multiplied is None:
             longest = max(slab.size for slab in self.slabs.values())
@@ -126,7 +127,7 @@ class FrozenBlocks:
 
     @property
     def multiplied_coded(self) -> bool:
-        """Whether products of few rows can read codes as they are kept."""
+        """Return True if products of few rows can read the stored codes."""
         in_place = not self._store.sharded and not self._store.on_host
         decoded = self.decodes and self._multiplied is None and self._work.dtype == BF16
         if not (in_place and decoded and self.dev.spec.capability > 0):
@@ -135,8 +136,8 @@ class FrozenBlocks:
         return all(map(self._storage.has_coded, matrices))
 
     def arrive(self, name: str, slot: Tensor, mirror: Tensor | None) -> None:
-        """Fill a slot with a block's work weights. mirror: a copy of this rank's shard for
-        peers."""
+        """Fill a slot with the weights that products of the block read. mirror: pinned memory for a
+        copy of this rank's shard, which peers read."""
         packed = self.packed[name]
         if self._store.sharded:
             whole = self._arriving if self.decodes else slot
@@ -152,9 +153,9 @@ class FrozenBlocks:
             self._storage.decode(param, kept, out["codes"], out.get("scale"))
 
     def operands(self, name: str, slot: Tensor | None) -> dict[str, Operand]:
-        """Return a block's operands, by the matrices' keys. slot: the slot that holds the block;
-        None: the block is resident, and if products decode, operands are codes for products of few
-        rows."""
+        """Return a block's operands, by matrix key. slot: the slot that holds the block; None: the
+        block is resident. Operands of a resident block that other products decode are codes for
+        products of few rows."""
         slab = self.slabs[name]
         if self._multiplied is None and slot is not None:
             return {p.key: slab.view(slot, p) for p in slab.params}
@@ -172,8 +173,8 @@ class FrozenBlocks:
     # -- loading ---------------------------------------------------------------------------------
 
     def fill(self, source: Source, stored: Stored | None = None) -> None:
-        """Encode all blocks. source: gives the elements. stored: files that may have codes, which
-        need no encoding."""
+        """Encode all frozen blocks. source: writes the elements of a parameter. stored: files that
+        may have codes of this format; these codes are copied."""
         kind = self._store.dtype.name
 
         def codes_of(part: HfPart) -> Mapping[str, Iterator[np.ndarray]] | None:
@@ -193,8 +194,8 @@ class FrozenBlocks:
                 self.transposes.written(name, self.operands(name, None))
 
     def _put(self, name: str, begin: int, content: Tensor) -> None:
-        """Keep the bytes of `content` that lie in this rank's shard. begin: the byte of the block's
-        layout at which `content` begins."""
+        """Store the bytes of `content` that lie in this rank's shard. begin: the byte of the
+        block's layout at which `content` begins."""
         packed = self.packed[name]
         shard_begin = self._first_byte(name)
         low, high = (

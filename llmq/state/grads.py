@@ -1,20 +1,22 @@
-"""The life cycle of gradients: load(block) -> full(block) -> notify(block), then their sums.
+"""Gradients of a step: for each block load, full and notify; then sums over micro-steps and ranks.
 
-Each rank ends up with its shard of every slab: sums over micro-steps and ranks, divided by the
-target tokens of the whole step. One of three classes makes these sums:
+After a step each rank has its shard of every slab's gradients, divided by the step's target tokens.
+One of three classes computes the sums:
 
     _Resident   a slab's gradients are resident; ranks reduce them in the last micro-step
-    _Streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step ranks reduce
-                a slot and add it to their shards
-    _AddToShard blocks of one rank take turns in two slots, where products add to its shards
+    _Streamed   (--shard-gradients) blocks take turns in two slots of device memory; in every
+                micro-step ranks reduce a slot, and each rank adds the result to its shard
+    _AddToShard blocks of a single rank take turns in two slots; products add to the rank's shard in
+    the slot
 
-Each class sums over the ranks that share a replica of the state. With several replicas, one on each
-machine, ranks sum the shards over replicas once per step, after the last micro-step.
+Each class sums over the ranks that share one replica of the training state. With several replicas,
+one per machine, ranks sum the shards over replicas once per step, after the last micro-step.
 
-A shard in host memory moves to the device before gradients are added to it: a kernel that worked in
-host memory would keep multiprocessors from products as long as the bus takes. A single rank's shard
-arrives in the slot, in pieces, during backward of the block before, while another shard leaves.
-With several ranks, the shard arrives in a part of the slot that is free after the slot's reduction.
+A shard in host memory is copied to the device before gradients are added to the shard: a kernel
+that works in host memory would occupy multiprocessors for as long as the PCIe transfer takes. The
+shard of a single rank arrives in the slot, in pieces, during backward of the block before, while
+another shard is copied back. With several ranks, the shard arrives in a part of the slot that is
+free after the slot's reduction.
 """
 
 from collections.abc import Callable, Hashable
@@ -32,26 +34,27 @@ from llmq.state.placement import Placement
 
 SLOTS = 2
 # Elements of one copy: 16 MiB of BF16 take 0.3 ms over PCIe 5 x16, much longer than a launch. A
-# multiple of 512 aligns the scales of 8-bit moments in each piece of an update.
+# multiple of 512 elements aligns the scales of 8-bit moments in each piece of an update.
 PIECE = 8 << 20
 
 
 class MicroStep(NamedTuple):
-    """How a micro-step uses gradients; a part of the key of the micro-step's graph. accumulate:
-    False in the first micro-step of a step, which overwrites gradients. last: True in the last
-    micro-step of a step, which completes the sums."""
+    """Facts about a micro-step that decide which kernels it launches; a part of the key of the
+    micro-step's CUDA graph. accumulate: False in the first micro-step of a step, which overwrites
+    gradients. last: True in the last micro-step of a step, which completes the sums of
+    gradients."""
 
     accumulate: bool
     last: bool
 
 
 class _Exchange:
-    """Reduction of slabs: the rank that owns a shard gets the sum of all ranks' gradients. lane:
-    the slots of streamed blocks, and one slot for all resident slabs; ranks reduce a slot as it
-    leaves."""
+    """Reduction of a slab's gradients: each rank gets the sum over all ranks for its shard. lane:
+    the slots of streamed blocks, and one slot that all resident slabs share; ranks reduce a slot as
+    it leaves the lane."""
 
     def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
-        """spare: buffer for a shard if this class makes the sums; None if the library reduces."""
+        """spare: buffer for a shard if our kernels add up the sums; None if NCCL reduces."""
         self.dev, self.scalars, self.spare = dev, scalars, spare
         several = dev.mesh.size() > 1
         self.stream = dev.mesh.group("shard").exchange_stream if several else "comm"
@@ -59,8 +62,8 @@ class _Exchange:
         self.lane.add("resident")
 
     def parts(self, slab: Slab, buffer: Tensor, slot: Hashable) -> list[Tensor]:
-        """Exchange gradients in buffer (slab.size,), and return the parts, in buffer and spare,
-        whose sum is this rank's shard."""
+        """Exchange gradients in buffer (slab.size,) between ranks, and return tensors, in buffer
+        and spare, whose sum is this rank's shard."""
         if self.spare is None:
             self.dev.mesh.group("shard").reduce_scatter(buffer)
             return [slab.shard(buffer, self.dev.mesh.index("shard"))]
@@ -68,8 +71,9 @@ class _Exchange:
         return self.dev.mesh.group("shard").all_to_all(buffer, spare, written)
 
     def add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
-        """Write the sum of parts to target, or add the sum to target. The parameters have separate
-        launches, so that stochastic rounding draws the same numbers as for resident gradients."""
+        """Write the sum of `parts` to target, or add the sum to target if accumulate is True. Each
+        parameter has its own launch, so that stochastic rounding draws the same random numbers as
+        for resident gradients."""
         start = self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             acc = Accumulator(
@@ -84,15 +88,16 @@ class _Exchange:
             self.dev.mesh.group("replica").all_reduce(sums)
 
     def zero_gaps(self, slab: Slab, tensor: Tensor) -> None:
-        """Zero the slab's gaps: reductions leave garbage in parts that belong to other ranks."""
+        """Zero the padding between the slab's parameters, because reductions overwrite the padding
+        in other ranks' shards."""
         if self.dev.mesh.size("shard") > 1:
             for start, stop in slab.gaps():
                 self.dev.zero(tensor.rows(start, stop))
 
 
 class _HostShards:
-    """Shards in host memory, which arrive in a slot of the lane and leave the slot again. squares:
-    by slab, sums of squares of a shard's final sums, made before the final sums leave."""
+    """Shards in host memory, which are copied into a slot of the lane and back. squares: by slab,
+    sums of squares of a shard's final gradients, computed before the gradients are copied back."""
 
     def __init__(self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor]):
         self.dev, self._shard, self._squares = dev, shard, squares
@@ -104,8 +109,8 @@ class _HostShards:
         self.lane.arrive(slot, *self._copies(slab, place, self._shard[slab.name]))
 
     def leave(self, slab: Slab, slot: Hashable, place: Tensor, *, last: bool) -> None:
-        """Copy the sums in `place`, made by the current stream, back to host memory. last: True if
-        the sums are final."""
+        """Copy the sums in `place`, computed on the current stream, back to host memory. last: True
+        if the sums are the step's final gradients."""
         if last:
             sums = place.rows(0, slab.shard_size)
             global_norm.partials(self.dev, self._squares[slab.name], sums)
@@ -127,12 +132,12 @@ class _Resident:
         """Do nothing: a resident slab needs no preparation for `full`."""
 
     def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
-        """Return the memory of a slab's gradients (slab.size,), and True if products add to its
-        content."""
+        """Return memory for a slab's gradients (slab.size,), and True if products add to this
+        memory."""
         return self._whole[slab.name], step.accumulate
 
     def notify(self, slab: Slab, step: MicroStep) -> None:
-        """Say that the slab's gradients of this micro-step are enqueued."""
+        """Record that the slab's gradients of this micro-step are enqueued."""
         if step.last and self._exchange.dev.mesh.size() > 1:
             self._exchange.lane.leave("resident", partial(self._reduce, slab))
 
@@ -144,7 +149,8 @@ class _Resident:
 
 
 class _AddToShard:
-    """Blocks of one rank with shards in host memory: products add to a shard in a slot."""
+    """Blocks of a single rank whose shards are in host memory: products add to a shard in a
+    slot."""
 
     def __init__(self, exchange: _Exchange, slots: list[Tensor], host: _HostShards):
         self._exchange, self._slots, self._host, self._lane = exchange, slots, host, host.lane
@@ -168,16 +174,16 @@ class _AddToShard:
         if not step.last or exchange.dev.mesh.size("replica") == 1:
             self._host.leave(slab, slot, sums, last=step.last)
             return
-        # The next block takes the other slot; this slot is taken again only after the whole slab
-        # has left.
+        # The next block uses the other slot; the allocator hands this slot out again only after the
+        # whole slab has left.
         exchange.lane.leave(slot, partial(exchange.across, sums))
         with exchange.dev.on(exchange.stream):
             self._host.leave(slab, slot, sums, last=True)
 
 
 class _Streamed:
-    """Blocks of several ranks in slots; ranks reduce a slot and add the sums to their shards. host:
-    the shards in host memory; None if shards are on the device."""
+    """Blocks of several ranks in two slots: ranks reduce a slot, and each rank adds the sums to its
+    shard. host: the shards in host memory; None if shards are on the device."""
 
     def __init__(
         self,
@@ -223,10 +229,10 @@ class _Streamed:
 
 
 class Gradients:
-    """Gradients of a model. In every micro-step call start_micro_step; load, full and notify for
-    each block; end_micro_step. slabs: the slabs that have gradients. shard[name]: this rank's
-    elements of a slab's gradients, complete after the last micro-step. slots: buffers of streamed
-    blocks; free between micro-steps."""
+    """The gradients of a model. Every micro-step calls start_micro_step, then load, full and notify
+    for each block, then end_micro_step. slabs: the slabs that have gradients. shard[name]: this
+    rank's elements of a slab's gradients, complete after the last micro-step. slots: buffers of
+    streamed blocks, which are free between micro-steps."""
 
     def __init__(
         self,
@@ -237,8 +243,8 @@ class Gradients:
         *,
         all_to_all: bool = False,
     ):
-        """all_to_all: True if ranks exchange parts and sum the parts with our kernels; False if the
-        library reduces."""
+        """all_to_all: True if ranks exchange parts, and our kernels sum the parts; False if NCCL
+        reduces."""
         self.dev, self.placement, self.scalars = dev, placement, scalars
         self.slabs = {slab.name: slab for slab in table if placement[slab.name].trainable}
         self.shard: dict[str, Tensor] = {}
@@ -262,7 +268,7 @@ class Gradients:
             if host is not None and dev.mesh.size("shard") == 1
             else _Streamed(exchange, self.slots, self.shard, host)
         )
-        # The micro-step that is being enqueued; known only at capture time.
+        # The micro-step whose work is being enqueued; known only while a CUDA graph is captured.
         self._step: MicroStep | None = None
 
     def _alloc_sums(self, slab: Slab) -> None:
@@ -275,8 +281,8 @@ class Gradients:
         self.shard[name] = shard
 
     def _alloc(self, name: str, size: int, slab: Slab, place: str = "device") -> Tensor:
-        """Allocate zeros in the slab's gradient dtype. The memory must be zero, because the norm
-        includes gaps between parameters."""
+        """Allocate zeros in the slab's gradient dtype. The memory must be zero, because the
+        gradient norm includes the padding between parameters."""
         dtype = self.placement[slab.name].gradient.dtype
         tensor = self.dev.alloc(name, (size,), dtype, "Gradients", place)
         self.dev.zero(tensor)
@@ -287,8 +293,8 @@ class Gradients:
         return self._alloc(f"grad.slot.{index}", longest.size, longest)
 
     def _alloc_squares(self) -> dict[str, Tensor]:
-        """Allocate each shard's sums of squares, one for each thread block, and return them by
-        slab."""
+        """Allocate the sums of squares of each shard, one sum per thread block, and return the sums
+        by slab."""
         shards = list(self.shard.values())
         count = sum(global_norm.num_partials(self.dev, x) for x in shards)
         self._all_squares = self.dev.alloc("grad.squares", (count,), F64, "Activations")
@@ -297,11 +303,11 @@ class Gradients:
 
     @property
     def has_last(self) -> bool:
-        """True if a step's last micro-step does more than the others."""
+        """True if the last micro-step of a step launches more work than the others."""
         return self.dev.mesh.size() > 1 or self._on_host
 
     def start_micro_step(self, accumulate: bool, last: bool) -> None:
-        """Begin a micro-step. accumulate, last: see MicroStep."""
+        """Begin a micro-step. accumulate, last: the fields of MicroStep."""
         if self._step is not None:
             raise AssertionError("grads: start_micro_step inside a micro-step")
         self._step = MicroStep(accumulate, last)
@@ -323,15 +329,14 @@ class Gradients:
         return any(p.block == block for slab in self.slabs.values() for p in slab.params)
 
     def load(self, block: str) -> None:
-        """Give the block a slot, and start to fetch the sums to which products add. Call one block
-        ahead of `full`."""
+        """Take a slot for the block, and start to copy the earlier sums to which products add. Call
+        this one block ahead of `full`."""
         step = self._current(f"load({block!r})")
         if block in self.slabs:
             self._reducer(block).load(self.slabs[block], step)
 
     def full(self, block: str) -> dict[str, Accumulator]:
-        """Return the accumulators of a block's gradients in this micro-step, by the parameters'
-        keys."""
+        """Return the accumulators of a block's gradients in this micro-step, by parameter key."""
         step, accumulators = self._current(f"full({block!r})"), {}
         for slab in [self.slabs[name] for name in (*SHARED, block) if name in self.slabs]:
             tensor, accumulate = self._reducer(slab.name).full(slab, step)
@@ -343,13 +348,14 @@ class Gradients:
         return accumulators
 
     def notify(self, block: str) -> None:
-        """Say that the block's gradients of this micro-step are enqueued; reduction may start."""
+        """Record that the block's gradients of this micro-step are enqueued, so that reduction may
+        start."""
         step = self._current(f"notify({block!r})")
         if block in self.slabs:
             self._reducer(block).notify(self.slabs[block], step)
 
     def end_micro_step(self) -> None:
-        """Close the micro-step: the main stream waits for all reductions."""
+        """End the micro-step: the main stream waits for all reductions."""
         for name in SHARED:
             self.notify(name)
         for lane in self._lanes:
@@ -357,8 +363,9 @@ class Gradients:
         self._step = None
 
     def norm_squared(self, stats: Tensor) -> None:
-        """Add the squares of all shards to stats[norm_squared], after the last micro-step. stats:
-        F64 (10,). The squares of shards in host memory were summed as these shards left."""
+        """Add the sum of squares of all shards to stats[norm_squared], after the last micro-step.
+        stats: F64 (10,). The squares of a shard in host memory were summed before the shard was
+        copied back."""
         for name, shard in self.shard.items():
             if not shard.on_host:
                 global_norm.partials(self.dev, self._squares[name], shard)

@@ -1,13 +1,14 @@
-"""The optimizer: runs the update rule on this rank's shards, and moves state in host memory.
+"""The optimizer: runs the update rule on this rank's shards, and copies state in host memory to the
+device and back.
 
 State in host memory passes through three sets of buffers on the device, a few megabytes at a time.
-While one piece is updated, the next one arrives on the copy stream and the last one leaves on the
-store stream. fp8 codes need a whole master, because scales depend on whole matrices. Two slots of
-streamed gradients are free during the update. Each slot holds a whole master, so that the master
-arrives only once.
+While one piece is updated, the next piece arrives on the copy stream, and the last piece leaves on
+the store stream. Encoding weights in fp8 needs the whole master, because a scale depends on a whole
+matrix. The two slots of streamed gradients are free during the update. Each slot can hold a whole
+master, so that each master is copied to the device only once.
 
-A rule for whole matrices has three parts (`_update_matrices`): a change is proposed element by
-element, transformed as a whole matrix, and applied element by element.
+A rule for whole matrices has three stages (`_update_matrices`): the rule proposes a change element
+by element, transforms the change of each whole matrix, and applies the result element by element.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from llmq.state.rules import AVERAGE, FIRST, kept, rule_of
 from llmq.state.rules.rule import SCALES, FullMatrix, MatrixState, OptimizerState, ShardSlice
 from llmq.state.weights import Weights
 
-BUFFERS = 3  # one buffer is filled, one is updated, one is emptied
-TOGETHER = 1 << 27  # most elements that a rank transforms at once, if of several slabs
-WEIGHTS = ("master", "work", AVERAGE.name)  # names in _State.movable
+BUFFERS = 3  # one buffer is filled, one updated, one emptied
+TOGETHER = 1 << 27  # most elements of several slabs that a rank transforms at once
+WEIGHTS = ("master", "work", AVERAGE.name)  # names of weights in _State.movable
 
 
 class _State(NamedTuple):
     """Tensors that the update of a slab's shard, or of a piece of the shard, reads and writes.
     name: the slab's name. movable: tensors that may be in host memory: "master", "work", "grad" and
     moments. scales: scales of moments, always on the device. codes: codes of a whole shard whose
-    master comes from host memory; made after all of the master is updated; else None."""
+    master is copied from host memory, made after the update of the whole master; None if no such
+    codes are made."""
 
     name: str
     movable: dict[str, Tensor]
@@ -58,21 +60,21 @@ class _State(NamedTuple):
         )
 
     def of_weights(self) -> _State:
-        """Return the state with master, work weights and their average alone, which `apply`
-        changes."""
+        """Return the tensors that `apply` changes: the master, the work weights and the moving
+        average."""
         kinds = {name: t for name, t in self.movable.items() if name in WEIGHTS}
         return _State(self.name, kinds, {}, self.codes)
 
     def beside_weights(self) -> _State:
-        """Return the state with the other tensors alone, from which `propose` makes a change."""
+        """Return all tensors but the weights; `propose` computes a change from these tensors."""
         kinds = {name: t for name, t in self.movable.items() if name not in WEIGHTS}
         return _State(self.name, kinds, self.scales)
 
 
 class Optimizer:
     """Moments of this rank's shards, zero at the start, and the update by the run's rule. table:
-    trained slabs. trained: names of these slabs. moments: by moment and slab. scales: by moment and
-    slab, scales of 8-bit moments, one F32 for SCALE_BLOCK elements."""
+    the slabs that are trained. trained: the names of these slabs. moments: tensors by moment and
+    slab. scales: scales of 8-bit moments, by moment and slab; one F32 for SCALE_BLOCK elements."""
 
     def __init__(
         self,
@@ -123,9 +125,9 @@ class Optimizer:
         dev.upload(self.segments[name], segments)
 
     def _alloc_of_matrices(self, state: MatrixState) -> None:
-        """Allocate a state for the matrices that this rank transforms, one tensor for each turn,
-        under the name of the turn's first slab. A rank without a slab in a turn gets a tensor that
-        is not saved, so that all ranks use the same memory."""
+        """Allocate a state for the matrices that this rank transforms: one tensor for each turn,
+        named like the first slab of the turn. A rank with no slab in a turn allocates a tensor that
+        is not saved, so that all ranks use the same amount of memory."""
         dev, mesh, options = self.dev, self.dev.mesh, self.rule.options
         ranks, index = mesh.size("shard"), mesh.index("shard")
         turns = (
@@ -162,8 +164,8 @@ class Optimizer:
         return {group: scales for group, scales in groups.items() if scales}
 
     def update(self, weights: Weights, grads: Gradients, scalars: Tensor, kind: str) -> None:
-        """Update every slab. Only launches. scalars: StepScalars after `global_norm.finish`. kind:
-        one of the rule's kinds."""
+        """Enqueue the update of every trained slab. scalars: StepScalars after
+        `global_norm.finish`. kind: a name from the rule's `kinds`."""
         weights.start_update()
         states = {slab.name: self._state(weights, grads, slab) for slab in self.table}
         with ExitStack() as temps:
@@ -178,16 +180,18 @@ class Optimizer:
         weights.finish_update()
 
     def begin_average(self, weights: Weights, state: OptimizerState = AVERAGE) -> None:
-        """Set a state to the weights, which the host has just written. state: AVERAGE or FIRST."""
+        """Copy the weights, which the host has just written, to a state such as the moving average.
+        state: AVERAGE or FIRST."""
         for name, tensor in self.moments.get(state.name, {}).items():
             elementwise.convert(self.dev, tensor, weights.master[name])
 
     def exchange_average(
         self, weights: Weights, state: OptimizerState = AVERAGE, *, back: bool
     ) -> None:
-        """Exchange the masters with a state, or exchange both back, and refresh the weights. state:
-        AVERAGE or FIRST. back: True in the second call. All ranks must call. No step may run
-        between the two calls."""
+        """Exchange the masters with a state such as the moving average, then compute the work
+        weights anew; a second call restores both. state: AVERAGE or FIRST. back: True in the second
+        call, which restores. All ranks must call this method. No step may run between the two
+        calls."""
         for name, tensor in self.moments[state.name].items():
             elementwise.exchange_average(self.dev, tensor, weights.master[name], back=back)
         weights.refresh()
@@ -217,8 +221,8 @@ class Optimizer:
         method: Callable[[Device, ShardSlice, Tensor], None],
         change: Tensor | None = None,
     ) -> None:
-        """Call a method of the rule on this rank's shard, in pieces if the shard passes through
-        buffers. change: (shard_size,), see ShardSlice."""
+        """Call a method of the rule on this rank's shard, in pieces if the shard is copied through
+        buffers. change: (shard_size,), the field `change` of ShardSlice."""
         shard, size = self.dev.mesh.index("shard") * slab.shard_size, slab.shard_size
         with work.staging.whole(state) as whole:
             step = PIECE if work.staging.passes_through(state) else size
@@ -252,10 +256,11 @@ class Optimizer:
         )
 
     def _update_matrices(self, slabs: list[Slab], states: dict[str, _State], work: _Work) -> None:
-        """Update slabs of one layout. In each turn a rank transforms the whole change of one slab.
-        Shards may cut matrices: a slab's proposed change goes to the rank with the slab's number in
-        the turn, and the final change comes back, together as much traffic as two shards. A rank
-        without a slab transforms zeros, so that all ranks launch the same kernels."""
+        """Update slabs of equal layout by a rule for whole matrices. In each turn, each rank
+        transforms the whole change of one slab. Shards may cut matrices: the proposed change of a
+        slab is sent to the rank that transforms it, and the final change comes back, together as
+        much traffic as two shards. A rank without a slab in the turn transforms zeros, so that all
+        ranks launch the same kernels."""
         dev, first, group = self.dev, slabs[0], self.dev.mesh.group("shard")
         dtype = self.rule.of_change or self.placement[first.name].gradient.dtype
         turns = [slabs[i : i + group.size] for i in range(0, len(slabs), group.size)]
@@ -289,7 +294,7 @@ class Optimizer:
             for turn, several in enumerate(turns):
                 end, number = 0, 0
                 for start, count, rows, columns in (*first.alike(), (first.size, 0, 0, 0)):
-                    if end < start:  # no change between matrices
+                    if end < start:  # the padding between matrices does not change
                         dev.zero(turn_of(target, turn).rows(end, start))
                     end = start + count * rows * columns
                     if count:
@@ -310,7 +315,7 @@ class Optimizer:
 
     def _states_of(self, turn: list[Slab], number: int, count: int) -> tuple:
         """Return the last fields of a FullMatrix, from `states` on, for `count` matrices of equal
-        shape in a turn. number: index of the first matrix in the slab that this rank transforms."""
+        shape. number: index of the first matrix in the slab that this rank transforms."""
         index = self.dev.mesh.index("shard")
         slab = turn[index if index < len(turn) else 0]
         shapes = [shape for _, *shape in slab.matrices()]
@@ -329,7 +334,7 @@ class Optimizer:
 
 
 class _Work(NamedTuple):
-    """Arguments shared by all parts of one update."""
+    """Arguments that all methods of one update share."""
 
     weights: Weights
     scalars: Tensor
@@ -338,7 +343,7 @@ class _Work(NamedTuple):
 
 
 def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
-    """Group slabs of one layout into rounds. In a round each rank transforms one slab, or several
+    """Divide slabs of equal layout into turns. In a turn each rank transforms one slab, or several
     slabs of at most TOGETHER elements."""
     alike: dict[tuple, list[Slab]] = {}
     for slab in slabs:
@@ -352,8 +357,9 @@ def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
 
 
 class _Staging:
-    """Device buffers of one update, for state in host memory. wholes: free buffers, each as long as
-    a shard's master or longer; may be empty. codes: buffers for the codes of these masters."""
+    """Device buffers of one update, for state in host memory. wholes: free buffers, each long
+    enough for the master of any shard; may be empty. codes: buffers for the codes of masters in
+    `wholes`."""
 
     def __init__(
         self,
@@ -385,27 +391,27 @@ class _Staging:
             self._pieces.follow()
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
-        """Return the tensors of a state that pass through buffers, by name."""
+        """Return the tensors of a state that are copied through device buffers, by name."""
         zero_copy, tensors = self.optimizer.zero_copy, state.movable.items()
         return {name: t for name, t in tensors if t.on_host and not (zero_copy and t.direct)}
 
     def _stays(self, state: _State) -> bool:
-        """True if the master stays on the device until its codes are made."""
+        """Return True if the master stays on the device until its codes are made."""
         return state.codes is not None
 
     def passes_through(self, state: _State) -> bool:
-        """True if the slab is updated in pieces."""
+        """Return True if the slab is updated in pieces."""
         return bool(self._moved(state))
 
     @contextmanager
     def whole(self, state: _State) -> Iterator[tuple[Tensor, Tensor] | None]:
-        """Yield device memory for a shard's master and its codes; None if the update does not keep
-        the whole master on the device."""
+        """Yield device memory for a shard's master and for its codes; None if the update keeps no
+        whole master on the device."""
         if not self._stays(state):
             yield None
             return
         slot, size = self._wholes.take(state.name), state.movable["master"].size
-        with self.dev.on("copy"):  # the stream on which the master arrives, in pieces
+        with self.dev.on("copy"):  # the stream on which pieces of the master arrive
             self._wholes.free(slot)
         codes = self._code_buffers[slot].rows(0, size) if state.codes.on_host else state.codes
         yield self._whole_buffers[slot].rows(0, size), codes
@@ -418,8 +424,9 @@ class _Staging:
 
     @contextmanager
     def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
-        """Yield the piece with all tensors on the device. At the end, written tensors are copied to
-        host memory. master: device memory in which the piece's master stays; None: a buffer."""
+        """Yield the piece of a state with all tensors on the device. At the end of the with block,
+        written tensors are copied to host memory. master: device memory in which the piece's master
+        stays; None: the master passes through a buffer."""
         moved = self._moved(state)
         if not moved:
             yield state

@@ -1,18 +1,19 @@
-"""THE weight table: every parameter's name, shape, place in memory, decay, init and HF name.
+"""THE weight table: the name, shape, place in memory, decay, initialization and Hugging Face name
+of every parameter.
 
-The table follows from the modules that the architecture declares (`llmq/arch/matrix.py`), by block.
-Allocation, sharding, initialization, weight decay, checkpoints, import and export read the table.
+The table follows from the modules that the architecture declares for each block
+(`llmq/arch/matrix.py`). Allocation, sharding, initialization, weight decay, checkpoints, import and
+export read the table.
 
 Parameters are grouped into slabs: the matrices of each transformer block; "embed" (the token table
-and learned positions); "head" (an untied LM head or a score head); "vectors", the norms, biases,
-routers and short convolutions of all blocks; "constants". Adapters are "lora_a", "lora_b" and
-"lora_m". Parameters trained beside adapters have slabs of their own: "norms", "biases", "mtp" (a
-head for multi-token prediction) and, for new rows of the token tables, "new_rows".
+and learned positions); "head" (an untied LM head or a score head); "vectors" (norms, biases,
+routers and short convolutions of all blocks); "constants". Adapters have the slabs "lora_a",
+"lora_b" and "lora_m". Parameters trained beside adapters have further slabs: "norms", "biases",
+"mtp" (a head for multi-token prediction) and "new_rows" (rows added to the token tables).
 
-A slab is one contiguous piece of memory in every kind of storage (weights, gradients, moments), so
-that copies, collectives and the optimizer work on whole blocks. A parameter's `offset` in its slab
-counts elements, and so is the same for every dtype. All W shards of a slab have equally many
-elements.
+A slab is contiguous in memory, for weights as for gradients and moments, so that copies,
+collectives and the optimizer work on whole blocks. A parameter's `offset` in its slab counts
+elements, and is therefore the same for every dtype. Each slab is cut into W shards of equal length.
 
     slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
     shard 0 is the first 1/W of each slab, shard 1 the second, wherever a parameter ends
@@ -41,42 +42,45 @@ PEFT_PREFIX = "base_model.model."
 
 
 OF_ROWS = ".token_adapter.trainable_tokens_delta"
-"""Suffix of names of separately trained rows of a table, as in PEFT's TrainableTokensLayer."""
+"""Suffix of the names of added token rows, as in PEFT's TrainableTokensLayer."""
 MAGNITUDES = "lora_m"
-"""Slab of the magnitudes of adapted rows; F32, because they are divided by F32 norms."""
+"""Slab of DoRA magnitudes, one per row of an adapted matrix; F32, because magnitudes are divided by
+F32 norms."""
 CONSTANTS = "constants"
-"""Slab of F32 numbers that are loaded and never change, because their gradients are zero."""
+"""Slab of F32 numbers that are loaded and never trained."""
 LOOKED_UP = "per_layer_table"
-"""Slab of a table from which a step reads a few rows. The table is in host memory if a run has one
-shard and does not train the table."""
+"""Slab of a token table from which a step reads only a few rows. The table is in host memory if a
+run has one shard and does not train the table."""
 NEW_ROWS = "new_rows"
-"""Slab and key of separately trained rows of the embedding and the LM head."""
+"""Slab and key of the added rows of the embedding and the LM head, which are trained separately."""
 
 
 SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
 SLABS |= dict.fromkeys(NEW_PARTS, NEW_ROWS) | {MTP: MTP}
 SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
-"""The slab that each name in --train stands for."""
+"""The slab that each name in --train means."""
 
 
 def trained_slabs(adapters: Adapters) -> set[str]:
-    """Return the names of the slabs that a run with adapters trains; the model may lack some."""
+    """Return the names of the slabs that a run with adapters trains, whether or not the model has
+    such slabs."""
     slabs = {"lora_a", "lora_b"} | ({MAGNITUDES} if adapters.dora else set())
     return slabs | {SLABS[part] for part in adapters.train}
 
 
-ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
+ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, a multiple of 16-byte vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One parameter. name: the name in checkpoints. block: the block that uses the parameter:
-    "embed", "layers.3" or "head". key: the parameter's name in the block. shape: includes padded
-    rows. kind, init: see Module; init may also be "adapter" (normal, 1/sqrt(3 in_features)) or
-    "unit" (normal, 1). index: number of the parameter in the model, which seeds its random numbers.
-    offset: the parameter's first element in the slab. first_row: row of the block's token table
-    that the first of these rows replaces; None: the parameter replaces no rows. hf: the tensors in
-    Hugging Face files. fused: one tensor that files may hold instead of the tensors of hf."""
+    """One parameter of the model or of its adapters. name: the name in checkpoints. block: the
+    block that uses the parameter, such as "embed", "layers.3" or "head". key: the parameter's name
+    in the block. shape: the shape with padding rows. kind, init: as in Module; init may also be
+    "adapter" (normal, 1/sqrt(3 in_features)) or "unit" (normal, 1). index: number of the parameter
+    in the model, which seeds its random numbers. offset: the parameter's first element in the slab.
+    first_row: the row of the block's token table that the parameter's first row replaces; None if
+    the parameter replaces no rows. hf: the tensors in Hugging Face files. fused: one tensor that
+    files may hold instead of the tensors of hf; None if there is no such tensor."""
 
     name: str
     block: str
@@ -92,12 +96,12 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Number of elements, padded rows included."""
+        """Return the number of elements, padding rows included."""
         return prod(self.shape)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of a row: (columns,), or () where a row is one element of a vector."""
+        """Return the shape of a row: (columns,), or () if a row is one element of a vector."""
         return self.shape[-1:] if len(self.shape) > 1 else ()
 
     @property
@@ -106,7 +110,7 @@ class Param:
 
     @property
     def table(self) -> str:
-        """Return the Hugging Face module whose rows the parameter has."""
+        """Return the name of the Hugging Face module whose rows the parameter holds."""
         return self.hf[0].name.removesuffix(OF_ROWS)
 
     @property
@@ -119,30 +123,31 @@ class Param:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the ranges [start, stop) of padding rows between the rows that Hugging Face knows.
-        Padding rows stay zero."""
+        """Return the ranges [start, stop) of padding rows between the rows of Hugging Face's
+        tensors. Padding rows stay zero."""
         edges = sorted(edge for part in self.hf for edge in (part.start, part.stop))
         return [pair for pair in zip(edges[1::2], edges[2::2], strict=False) if pair[0] < pair[1]]
 
     @property
     def decay(self) -> bool:
-        """True if weight decay applies."""
+        """Return True if weight decay applies to the parameter."""
         return self.kind in ("matrix", "embedding", "router", "conv")
 
     def by_row(self, values: np.ndarray) -> np.ndarray:
-        """Return an array of the parameter's shape as a list of rows, one expert after another."""
+        """Return an array of the parameter's shape as a list of rows, with experts' rows one after
+        another."""
         return values.reshape(-1, *self.row_shape)
 
     @property
     def is_bias(self) -> bool:
-        """True if PEFT counts the parameter as a bias: the name ends with ".bias", unlike dt_bias
-        of delta nets and gate_up_proj_bias of experts."""
+        """Return True if PEFT counts the parameter as a bias: the name ends with ".bias", unlike
+        dt_bias of delta nets and gate_up_proj_bias of experts."""
         return self.hf[0].name.endswith(".bias")
 
     def matrices(self) -> list[tuple[int, int, int]]:
         """Return (first element in the slab, rows, columns) of each Hugging Face matrix, one for
         each expert."""
-        found, height = [], self.shape[-2]  # rows of one expert; a part has rows of all experts
+        found, height = [], self.shape[-2]  # rows of one expert; an HfPart counts all experts' rows
         for part in self.hf:
             for start in range(part.start, part.stop, height):
                 rows = min(start + height, part.stop) - start
@@ -151,19 +156,18 @@ class Param:
 
     @property
     def of_adapter(self) -> bool:
-        """True if the parameter belongs to adapters and not to the model itself."""
+        """Return True if the parameter belongs to an adapter."""
         return self.hf[0].name.startswith(PEFT_PREFIX)
 
     @property
     def rows(self) -> int:
-        """Number of rows without the padding at the end, of all experts together. Padding stays
-        zero."""
+        """Return the number of rows of all experts together, without the padding at the end."""
         return max(part.stop for part in self.hf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
-    """Parameters that lie contiguously. size: number of elements, gaps and tail included.
+    """Parameters that are contiguous in memory. size: number of elements, padding included.
     shard_size: number of elements of each shard."""
 
     name: str
@@ -173,21 +177,21 @@ class Slab:
 
     @property
     def is_block(self) -> bool:
-        """True if the slab has the matrices of a transformer block."""
+        """Return True if the slab holds the matrices of a transformer block."""
         return self.name.startswith("layers.")
 
     def _ranges(self) -> list[tuple[Param, int]]:
-        """Return each parameter with the element at which the next one begins."""
+        """Return each parameter with the element at which the next parameter begins."""
         stops = [p.offset for p in self.params[1:]] + [self.size]
         return list(zip(self.params, stops, strict=True))
 
     def segments(self) -> np.ndarray:
-        """Return int64 (S, 2): the element at which a parameter's range ends, and 1 if it
-        decays."""
+        """Return int64 (S, 2), a row per parameter: the element at which the parameter's range
+        ends, and 1 if weight decay applies."""
         return np.array([(stop, p.decay) for p, stop in self._ranges()], np.int64)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the ranges of elements that belong to no parameter."""
+        """Return the ranges of padding elements, which belong to no parameter."""
         ends = [(p.offset + p.size, stop) for p, stop in self._ranges()]
         return [(end, stop) for end, stop in ends if end < stop]
 
@@ -197,8 +201,9 @@ class Slab:
         return tuple(matrix for param in self.params for matrix in param.matrices())
 
     def per_matrix(self, size: Callable[[int, int], int]) -> Slab:
-        """Return a slab for a state of each matrix in `matrices`, without gaps. The parameters keep
-        their names. size: returns the number of elements of a matrix's state."""
+        """Return a slab that holds a state for each matrix in `matrices`, without padding. The
+        parameters' names stay the same. size: function that returns the number of elements of a
+        matrix's state."""
         params, offset = [], 0
         for p in self.params:
             count = sum(size(rows, columns) for _, rows, columns in p.matrices())
@@ -210,7 +215,8 @@ class Slab:
 
     def alike(self) -> list[tuple[int, int, int, int]]:
         """Return (first element, count, rows, columns) of each run of adjacent matrices of one
-        shape. If a run's first matrix is aligned to 16 bytes in BF16, all its matrices are."""
+        shape. If the first matrix of a run is aligned to 16 bytes in BF16, all matrices of the run
+        are aligned."""
         found: list[tuple[int, int, int, int]] = []
         for at, rows, columns in self.matrices():
             first, count, *shape = found[-1] if found else (0, 0, 0, 0)
@@ -222,36 +228,36 @@ class Slab:
         return found
 
     def view(self, slab: Tensor, param: Param) -> Tensor:
-        """Return a parameter's view of a tensor of `size` elements."""
+        """Return the view of a parameter in a tensor of `size` elements."""
         offset = slab.offset + param.offset * slab.dtype.itemsize
         return Tensor(param.name, param.shape, slab.dtype, slab.storage, offset)
 
     def shard(self, slab: Tensor, index: int) -> Tensor:
-        """Return a shard's view of a tensor of `size` elements."""
+        """Return the view of a shard in a tensor of `size` elements."""
         return slab.rows(index * self.shard_size, (index + 1) * self.shard_size)
 
     def pieces(self, start: int, stop: int) -> list[tuple[Param, int, int]]:
         """Return (param, first, last) for each parameter with elements [first, last) of the slab in
-        [start, stop). A piece includes the gap behind the parameter, so that sizes of pieces are
-        multiples of ELEMENT_ALIGN if start and stop are."""
+        [start, stop). A piece includes the padding after the parameter, so that lengths of pieces
+        are multiples of ELEMENT_ALIGN if start and stop are."""
         clipped = [(p, max(start, p.offset), min(stop, end)) for p, end in self._ranges()]
         return [(p, first, last) for p, first, last in clipped if first < last]
 
 
 def planes(matrix: Tensor) -> list[Tensor]:
-    """Return a matrix (out, in) in a list, or split (experts, out, in) into each expert's
-    matrix."""
+    """Return a matrix (out, in) as a list of one, or the list of experts' matrices of (experts,
+    out, in)."""
     if len(matrix.shape) == 2:
         return [matrix]
     return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
 
 
 SHARED = ("vectors", CONSTANTS, "norms", "biases", "lora_a", "lora_b", MAGNITUDES, NEW_ROWS)
-"""Names of the slabs that have parameters of several blocks."""
+"""Names of the slabs that hold parameters of several blocks."""
 
 
 def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the parameters' views of whole slabs, by block and key; some slabs may be missing."""
+    """Return the views of the parameters in whole slabs, by block and key; slabs may be missing."""
     views: dict[str, dict[str, Tensor]] = {}
     for slab in table:
         for param in slab.params if slab.name in slabs else ():
@@ -293,13 +299,13 @@ def _modules(config: ModelConfig) -> dict[str, tuple[Module, ...]]:
     return blocks | {"head": config.arch.head(config)}
 
 
-@lru_cache(maxsize=8)  # a search plans hundreds of steps of a few models
+@lru_cache(maxsize=8)  # because the search for a recipe plans hundreds of steps of a few models
 def weight_table(
     config: ModelConfig, shards: int = 1, adapters: Adapters | None = None
 ) -> tuple[Slab, ...]:
     """Return the slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if
-    untied). Adapters add "lora_a", "lora_b" and, with DoRA, "lora_m". Parameters trained beside
-    adapters are in "norms", "biases", "new_rows" and "mtp"."""
+    untied). Adapters add "lora_a", "lora_b" and, with DoRA, "lora_m". The slabs "norms", "biases",
+    "new_rows" and "mtp" hold parameters that are trained beside adapters."""
     train, biased = adapters.train if adapters else (), set()
     if "adapted-biases" in train:
         biased = {(block, f"{m.key}_bias") for block, m in all_adapted(config, adapters)}
@@ -335,11 +341,11 @@ def weight_table(
 
 
 def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[Param]]:
-    """Return by slab the parameters of "lora_a", "lora_b", with DoRA "lora_m", and new rows if
-    trained. The n adapters of a matrix share an A (n * rank, in_features), padded with zero rows to
-    `padded_columns`, and a B (sum of the adapters' rows, rank); rank is the largest rank of these
-    adapters. Magnitudes (out_features,) have the order of the matrix's rows. They begin as norms of
-    these rows, which this table does not know."""
+    """Return by slab the parameters of "lora_a" and "lora_b", with DoRA of "lora_m", and added
+    token rows if trained. The n adapters of a matrix share A (n * rank, in_features), padded with
+    zero rows to `padded_columns`, and B (sum of the adapters' rows, rank); rank is the largest rank
+    of these adapters. Magnitudes (out_features,) are ordered like the matrix's rows. The first
+    values of magnitudes are the norms of these rows; other code computes the norms."""
     slabs: dict[str, list[Param]] = {"lora_a": [], "lora_b": []}
     for block, matrix in all_adapted(config, adapters):
         a, b = _of_matrix(matrix, block)
@@ -353,8 +359,8 @@ def _adapter_params(config: ModelConfig, adapters: Adapters) -> dict[str, list[P
 
 
 def _new_rows(config: ModelConfig, *, of_head: bool) -> list[Param]:
-    """Return the separately trained rows of the embedding and, if untied and of_head is True, of
-    the LM head. The number of rows is padded to `padded_columns`."""
+    """Return the added rows of the embedding and, if untied and of_head is True, of the LM head.
+    The number of rows is padded to `padded_columns`."""
     first, stop = config.new_tokens
     rows, shape = stop - first, (padded_columns(stop - first, 1), config.hidden_size)
     tables = token_tables(config)
@@ -369,20 +375,20 @@ def _new_rows(config: ModelConfig, *, of_head: bool) -> list[Param]:
 
 
 def token_tables(config: ModelConfig) -> dict[str, Module]:
-    """Return the embedding and, if untied, the LM head's matrix, by block."""
+    """Return the embedding and, if untied, the matrix of the LM head, by block."""
     blocks = {"embed": config.arch.embedding(config), "head": config.arch.head(config)}
     return {block: m for block, ms in blocks.items() for m in ms if m.key == TABLES[block]}
 
 
 TABLES = {"embed": "embed", "head": "lm_head"}
-"""Key of the matrix that has a row for each token, by block."""
+"""The key of the matrix with one row per token, by block."""
 
 
 def _of_matrix(matrix: Adapted, block: str) -> tuple[Param, Param]:
-    """Return A and B of a matrix's adapters."""
+    """Return the parameters A and B of a matrix's adapters."""
     key, a, b, rows, rank, initial = matrix.key, [], [], 0, matrix.rank, "adapter"
     count = len(matrix.parts)
-    if matrix.fused is not None:  # PEFT's ParamWrapper keeps one A and one B for all experts
+    if matrix.fused is not None:  # PEFT's ParamWrapper has one A and one B for all experts
         name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
         a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
         b.append(
@@ -395,7 +401,7 @@ def _of_matrix(matrix: Adapted, block: str) -> tuple[Param, Param]:
                 order=matrix.fused.order,
             )
         )
-    if block == "embed":  # PEFT stores both factors transposed, and A is the factor with tokens
+    if block == "embed":  # PEFT transposes both factors: A has a column per token
         (part,), name = matrix.parts, f"{PEFT_PREFIX}{matrix.modules[0]}.lora_embedding_"
         a.append(HfPart(name=f"{name}B", start=0, stop=rank, transposed=True))
         rows, initial = part.stop, "unit"

@@ -1,8 +1,8 @@
-"""Pieces of slabs that a rank holds and saves, and their snapshot in host memory.
+"""Ranges of slabs that a rank saves in checkpoints, and a snapshot of these in host memory.
 
 A checkpoint is written from the snapshot while training goes on. Masters and moments change only in
-the update of a step. So the copy to the snapshot runs beside forward and backward of the next step,
-on a stream of its own, and only the update waits for the copy. A step shorter than the copy is
+the update of a step. So the copy to the snapshot runs during forward and backward of the next step,
+on a separate stream, and only the update waits for the copy. A step shorter than the copy is
 delayed.
 """
 
@@ -18,9 +18,9 @@ from llmq.state.params import ELEMENT_ALIGN, Slab
 
 
 class SlabPiece(NamedTuple):
-    """Elements [start, stop) of a slab, which a rank holds in `tensor`. own: the elements [first,
-    last) of the slab that this rank saves, if ranks with the same shard each save a part; None: all
-    elements."""
+    """The elements [start, stop) of a slab, which `tensor` on this rank holds. own: the elements
+    [first, last) of the slab that this rank saves, if several ranks hold the same shard and each
+    saves a part; None: all elements."""
 
     slab: Slab
     start: int
@@ -30,8 +30,8 @@ class SlabPiece(NamedTuple):
 
     @classmethod
     def of(cls, dev: Device, slab: Slab, tensor: Tensor) -> SlabPiece:
-        """Return this rank's shard of a slab. The first replica saves the largest part, because
-        plans describe the first replica."""
+        """Return this rank's shard of a slab as a piece. The first replica saves the largest part,
+        because memory plans describe the first replica."""
         shard, replica = dev.mesh.index("shard"), dev.mesh.index("replica")
         start, stop = shard * slab.shard_size, (shard + 1) * slab.shard_size
         most = -(-slab.shard_size // (dev.mesh.size("replica") * ELEMENT_ALIGN)) * ELEMENT_ALIGN
@@ -40,13 +40,13 @@ class SlabPiece(NamedTuple):
 
     @property
     def written(self) -> tuple[int, int]:
-        """The elements [first, last) that this rank saves."""
+        """Return the elements [first, last) that this rank saves."""
         return self.own or (self.start, self.stop)
 
     @property
     def written_piece(self) -> SlabPiece:
-        """The piece with only the elements that this rank saves. A rank that saves nothing gets
-        some elements and an empty `own`, since no tensor is empty."""
+        """Return a piece with only the elements that this rank saves. For a rank that saves
+        nothing, the piece has some elements and an empty `own`, because no tensor can be empty."""
         first, last = self.written
         start = first if first < last else self.start
         stop = last if first < last else self.start + ELEMENT_ALIGN
@@ -56,31 +56,32 @@ class SlabPiece(NamedTuple):
 
 
 State = dict[str, list[SlabPiece]]
-"""The pieces that a rank holds, by the checkpoint's groups of files."""
+"""The pieces that a rank holds, by group of checkpoint files."""
 
 
 def state_of(
     dev: Device, table: Iterable[Slab], groups: Mapping[str, Mapping[str, Tensor]]
 ) -> State:
-    """Return this rank's pieces, by group. groups: this rank's shards, by group and slab."""
+    """Return this rank's pieces, by group of checkpoint files. groups: this rank's shards, by group
+    and slab."""
     return {
         group: [SlabPiece.of(dev, slab, of[slab.name]) for slab in table if slab.name in of]
         for group, of in groups.items()
     }
 
 
-# Bytes of one copy. Copies of residuals and streamed weights on the same copy engine wait at most
-# 1 ms for one such copy.
+# Bytes of one copy. Copies of residuals and streamed weights, which use the same copy engine, wait
+# at most 1 ms for such a copy.
 COPIED = 16 * MIB
 
 
 class Snapshot:
-    """A copy of a state in pinned memory, ordered with updates. copy: the state at the last `take`;
-    valid from the time `is_done` returns True until the next `take`."""
+    """A copy of a training state in pinned memory, taken between two updates. copy: the state at
+    the last `take`, valid once `is_done` returns True, until the next `take`."""
 
     def __init__(self, dev: Device, state: State, copied: int | None = None):
-        """state: tensors that each `take` copies, as far as this rank saves them. copied: bytes of
-        one copy; None: COPIED."""
+        """state: the pieces that each `take` copies, restricted to elements that this rank saves.
+        copied: number of bytes of one copy; None: COPIED."""
         self.dev = dev
         self._copied = COPIED if copied is None else copied
         self._state = {group: [p.written_piece for p in of] for group, of in state.items()}
@@ -100,7 +101,8 @@ class Snapshot:
         return piece._replace(tensor=copy)
 
     def take(self) -> None:
-        """Start to copy the state after all work enqueued so far; call between two steps."""
+        """Start to copy the state after all work enqueued so far; call this method between two
+        steps."""
         self.dev.record(self._begun)
         with self.dev.on("save"):
             self.dev.wait(self._begun)
@@ -121,11 +123,12 @@ class Snapshot:
             self.dev.copy(target, source)
 
     def hold(self) -> None:
-        """Let later work of the current stream, which may change the state, wait for the copy."""
+        """Make later work of the current stream, which may change the state, wait for the copy."""
         if self._waits:
             self.dev.wait(self._ended)
             self._waits = False
 
     def is_done(self) -> bool:
-        """True if the copy is complete; any thread may ask. RuntimeError if the device failed."""
+        """Return True if the copy is complete; any thread may call this method. Raise RuntimeError
+        if the device failed."""
         return self.dev.has_passed(self._ended)

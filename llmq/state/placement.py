@@ -1,8 +1,8 @@
-"""Dtype and place of all tensors of a slab, decided once here; all other code reads the decision.
+"""The dtype and memory of all tensors of a slab, decided here and read by all other code.
 
-Weights, gradients, moments, checkpoints, plans and warnings about options read a `Placement`, which
-`place` makes from a run's options and weight table. The rules of options say which options about
-places have an effect (`options/rules.py`).
+The function `place` makes a `Placement` from a run's options and weight table, for weights,
+gradients, moments, checkpoints, plans and warnings about options. The rules of options
+(`options/rules.py`) say which options about memory have an effect.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,9 +27,10 @@ from llmq.state.turns import still_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """Dtype and place of one kind of tensor of a slab. memory: name of a memory tier, see TIERS.
+    """The dtype and memory of one kind of tensor of a slab. memory: name of a memory tier in TIERS.
     sharded: True if a rank keeps one of W shards, False if a rank keeps all elements. streamed:
-    True if the whole slab is in a slot on the device only while in use; False: always."""
+    True if a slot on the device holds the whole slab only during its use; False if the whole slab
+    stays there."""
 
     dtype: DType
     memory: str = "device"
@@ -38,28 +39,27 @@ class Store:
 
     @property
     def on_host(self) -> bool:
-        """True if the tier is host memory."""
+        """Return True if the tensor is in host memory."""
         return TIERS[self.memory].on_host
 
     @property
     def is_scaled(self) -> bool:
-        """True if moments of this dtype have scales."""
+        """Return True if moments of this dtype have scales."""
         return self.dtype == E4M3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabPlacement:
-    """The stores of one slab; None for a kind of tensor that the slab does not have.
+    """The stores of one slab, by kind of tensor; None for a kind that the slab does not have.
 
-    trainable: True if the optimizer updates the slab. group: name of the group of slabs that the
-    optimizer treats alike. work: weights that products read. base: codes that store a frozen block,
-    see state/frozen.py; ranks gather sharded codes at each use. master: the shard from which work
-    weights are made, unless the shard is a part of the work weights. part: a shard of streamed work
-    weights in the work weights' dtype, unless the master has this dtype. Without a part, each
-    gather makes fp8 codes from the master. transposed: transposed codes; if streamed, blocks share
-    one set. mirror: a second copy of the gathered shard, for peers. gradient: sums of gradients.
-    moments: moments of the update rule, by name. by_matrix: True if the update rule works on whole
-    matrices.
+    trainable: True if the optimizer updates the slab. group: name of a set of slabs with the same
+    optimizer settings. work: the weights that products read. base: the codes that store a frozen
+    block (state/frozen.py); ranks gather sharded codes at each use. master: the shard that updates
+    change, if the work weights do not contain this shard. part: a shard of streamed work weights in
+    their dtype, if the master has another dtype. Without a part, each gather encodes the master in
+    fp8. transposed: transposed codes; if streamed, all blocks share one set. mirror: a second copy
+    of the gathered shard, which peers read. gradient: the sums of gradients. moments: the moments
+    of the update rule, by name. by_matrix: True if the update rule works on whole matrices.
     """
 
     trainable: bool
@@ -76,36 +76,37 @@ class SlabPlacement:
 
     @property
     def is_coded(self) -> bool:
-        """True if products read codes that are made after every update."""
+        """Return True if products read codes that are made after every update."""
         return self.base is None and self.transposed is not None
 
     @property
     def decodes(self) -> bool:
-        """True if work weights are decoded from the base's codes at each use."""
+        """Return True if work weights are decoded from the base's codes at each use."""
         return self.base is not None and self.base.dtype != self.work.dtype
 
     @property
     def decodes_in_place(self) -> bool:
-        """True if work weights are decoded from codes that are whole on the device."""
+        """Return True if work weights are decoded from codes that are whole on the device."""
         return self.decodes and not self.base.sharded and not self.base.on_host
 
     @property
     def source(self) -> Store | None:
-        """The shard from which ranks gather streamed work weights; None if no shard is kept."""
+        """Return the store of the shard from which ranks gather streamed work weights; None if no
+        shard is kept."""
         if self.base is not None:
             return self.base if self.base.sharded else None
         return self.part or (None if self.is_coded else self.master)
 
     @property
     def keeps_codes(self) -> bool:
-        """True if a rank keeps the codes of its shard from update to update."""
+        """Return True if a rank keeps the codes of its shard from update to update."""
         return self.is_coded and (self.part is not None or not self.work.streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The placement of all slabs. slabs: by name. head: the store of fp8 codes of the LM head's
-    matrix, in both layouts, beside the matrix; None: no codes."""
+    """The placement of all slabs. slabs: the placement of a slab, by name. head: the store of fp8
+    codes of the LM head's matrix, plain and transposed; None if the matrix has no codes."""
 
     slabs: Mapping[str, SlabPlacement]
     head: Store | None = None
@@ -115,14 +116,15 @@ class Placement:
 
     @property
     def gathers_from_host(self) -> bool:
-        """True if ranks read each other's weights in host memory, from sources or mirrors."""
+        """Return True if ranks read the weights of other ranks in host memory."""
         streamed = [slab for slab in self.slabs.values() if slab.work.streamed]
         sources = [store for slab in streamed for store in (slab.source, slab.mirror) if store]
         return any(store.on_host for store in sources)
 
     def stays_whole(self, name: str) -> bool:
-        """True if an update holds a slab's whole master from host memory on the device. This needs
-        codes that are made from the master, and a slot of gradients with the master's dtype."""
+        """Return True if an update copies a slab's whole master from host memory to the device.
+        This copy needs codes that are made from the master, and a slot of gradients with the
+        master's dtype."""
         slab = self.slabs[name]
         sums = [other.gradient for other in self.slabs.values() if other.gradient]
         slots = {gradient.dtype for gradient in sums if gradient.streamed}
@@ -134,8 +136,8 @@ class Placement:
 
 
 def _memory(memory: MemoryOptions, option: str) -> str:
-    """The memory tier of tensors that `option` offloads; option "": tensors that no option
-    offloads."""
+    """Return the memory tier of tensors that `option` offloads; option "": of tensors that no
+    option offloads."""
     if not option or not getattr(memory, option):
         return "device"
     if option in memory.on_ssd:
@@ -148,15 +150,15 @@ def _shard(memory: MemoryOptions, dtype: str, option: str) -> Store:
 
 
 def _source(storage: WeightStorage) -> Store | None:
-    """The store from which streamed blocks are gathered, see SlabPlacement.source."""
+    """Return the store from which ranks gather streamed blocks: SlabPlacement.source."""
     if storage.gathered is None:
         return None
     return _shard(storage.memory, *storage.gathered)
 
 
 def mesh_of(options: TrainConfig, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
-    """Return the mesh of a run's ranks, which are divided equally among machines. ConfigError if
-    the ranks that share a sequence would be on several machines."""
+    """Return the mesh of a run's ranks, which are divided equally among machines. Raise ConfigError
+    if ranks that share a sequence would be on several machines."""
     shards, context = options.shards(world_size, machines), options.context_parallel
     if world_size // machines % context:
         raise ConfigError(
@@ -167,13 +169,13 @@ def mesh_of(options: TrainConfig, world_size: int, machines: int = 1, rank: int 
 
 
 def table_of(options: ModelOptions, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
-    """Return the weight table of a run, with its adapters. options: normalized."""
+    """Return the weight table of a run, with its adapters. options: with defaults filled in."""
     return weight_table(model, shards, adapters_of(options))
 
 
 def trains(options: ModelOptions, slab: Slab) -> bool:
-    """True if a run updates this slab. A run with adapters updates only slabs of adapters and of
-    --train."""
+    """Return True if a run updates this slab. A run with adapters updates only the slabs of
+    adapters, and the slabs that --train names."""
     adapters = adapters_of(options)
     if options.only_scores or adapters is None:
         return not options.only_scores
@@ -196,10 +198,10 @@ def place(
     frozen: Collection[str] = (),
     step: int = 0,
 ) -> Placement:
-    """Return the placement of a run in a step. options: normalized. table: the weight table for
-    this number of shards. frozen: names of further slabs that are not trained. A frozen slab has no
-    gradient and no moments. A frozen slab has a master, in the model's dtype, only if fp8 codes are
-    made from the master."""
+    """Return the placement of all slabs in a step of a run. options: with defaults filled in.
+    table: the weight table for this number of shards. frozen: names of slabs that are not trained,
+    besides those that options freeze. A frozen slab has no gradient and no moments. A frozen slab
+    has a master, in the model's dtype, only if fp8 codes are made from the master."""
     frozen = {*frozen, *still_blocks(options.optim, table, step)}
     storage = WeightStorage(options.model, options.precision, options.memory, options.parallel)
     slabs = {}
@@ -252,7 +254,7 @@ def _mirror(storage: WeightStorage, source: Store | None, shards: int) -> Store 
 
 
 def _place_base(storage: WeightStorage, slab: Slab, shards: int) -> SlabPlacement:
-    """Return the placement of a frozen block that is stored as codes."""
+    """Return the placement of a frozen block whose matrices are stored as codes."""
     model, precision, memory, _ = storage
     streams, source = storage.streams(shards), _source(storage)
     base = source if streams else Store(dtype=source.dtype)
@@ -279,7 +281,7 @@ def _trained(
     shards: int,
     placement: SlabPlacement,
 ) -> SlabPlacement:
-    """Return the placement with gradients and moments."""
+    """Return `placement` with stores for gradients and moments."""
     memory = storage.memory
     divides = storage.parallel.shard_gradients and storage.why_gradients_stay(shards) is None
     streams, rule = slab.is_block and divides, rule_class(optim.optimizer)
@@ -304,16 +306,16 @@ def _trained(
 
 
 def _group(slab: Slab) -> str:
-    """Return the slab's group. Only "matrices" have weight decay; --lora-plus changes the rate of
-    "lora_b" alone."""
+    """Return the name of the slab's set of optimizer settings. Only "matrices" have weight decay;
+    --lora-plus changes the rate of "lora_b" alone."""
     if slab.name in ("lora_a", "lora_b"):
         return slab.name
     return "matrices" if any(param.decay for param in slab.params) else "vectors"
 
 
 def resident(table: tuple[Slab, ...], dtype: DType) -> Placement:
-    """Return the placement of weights that are only read, for sampling: all on the device, all but
-    the constants in `dtype`."""
+    """Return the placement of weights that are only read, for sampling: all on the device, in
+    `dtype` except for the constants."""
     return Placement(
         slabs={
             slab.name: SlabPlacement(

@@ -1,7 +1,7 @@
-"""Layers in turns (`--layers-per-step`): which blocks a step trains (LISA, arXiv 2403.17919).
+"""`--layers-per-step`: a step trains only a few blocks, in turns (LISA, arXiv 2403.17919).
 
 All steps of a period train the same blocks, drawn from the seed and the number of the period, and
-all slabs that are not blocks. Gradients and moments of the drawn blocks reuse the memory of the
+all parameters outside of blocks. Gradients and moments of the drawn blocks reuse the memory of the
 last period's blocks. The moments of all slabs begin at zero in each period.
 """
 
@@ -14,8 +14,8 @@ from llmq.state.params import Slab
 
 
 def period_of(optim: OptimOptions, step: int) -> int:
-    """Return the number of the period of a step, counted from 0; always 0 if all steps train all
-    blocks."""
+    """Return the number of the period to which a step, counted from 0, belongs; always 0 if all
+    steps train all blocks."""
     return step // optim.layers_period if optim.layers_per_step else 0
 
 

@@ -1,8 +1,8 @@
-"""Weights on the device: the work copy that products read, the master copy that is updated.
+"""Weights on the device: the work copy that products read, and the master copy that updates change.
 
-Life cycle of a block's weights: gather(block) -> get(block) -> release(block). Each rank updates
-its shard of every slab; other ranks gather the shard on the comm stream, one block ahead of its
-use:
+A block's weights pass through gather(block), get(block) and release(block). Each rank updates its
+shard of every slab; other ranks gather the shard on the communication stream, one block ahead of
+its use:
 
     whole      the slab is resident. Ranks gather a trained slab in the first micro-step after an
                update, and a frozen slab once, after loading
@@ -11,11 +11,11 @@ use:
                which the main stream decodes: decoding one block ahead would take multiprocessors
                from the block in use
 
-In fp8 the blocks travel as codes; transposed codes are made after the gather.
+In fp8, ranks exchange blocks as codes; transposed codes are made after the gather.
 
 With `--mirror-weights` the shards that ranks gather at every use have copies in pinned memory. A
-GPU without peer access to another GPU reads that GPU's mirror. A shard so travels to the host once
-per update, not once per gather.
+GPU without peer access to another GPU reads that GPU's mirror. A shard is thus copied to host
+memory once per update, and not once per gather.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -38,12 +38,12 @@ from llmq.state.grads import PIECE
 from llmq.state.params import NEW_ROWS, SHARED, TABLES, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 
-SLOTS = 2  # one block is used, the next one arrives
+SLOTS = 2  # one slot is in use while the next block arrives in the other
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of elements that kernels work on at once: all elements, or PIECE
-    elements if a tensor must be copied to the device first. tensors: equally long."""
+    """Yield ranges [start, stop) of elements for one kernel launch: all elements, or PIECE elements
+    if a tensor must be copied to the device first. tensors: tensors of equal length."""
     size = tensors[0].size
     step = size if all(tensor.direct for tensor in tensors) else PIECE
     for start in range(0, size, step):
@@ -58,7 +58,8 @@ class Mirrors:
         self._shards: dict[str, Tensor] = {}
         self._mirrors: dict[str, Tensor] = {}
         self._lane = Lane(dev, arrive="stage")
-        # Both exist only at capture time. _next: index of the first block whose mirror is stale.
+        # Both attributes are used only while a CUDA graph is captured. _next: the index of the
+        # first block whose mirror is out of date.
         self._stale, self._next = False, 0
 
     def add(self, block: str, shard: Tensor, category: str) -> None:
@@ -70,12 +71,14 @@ class Mirrors:
         self._lane.add(block)
 
     def start_micro_step(self, stale: bool) -> None:
-        """Prepare for the first gather. stale: True in the first micro-step after an update."""
+        """Prepare the mirrors for the first gather of a micro-step. stale: True in the first
+        micro-step after an update."""
         self._stale, self._next = stale, 0
 
     def get(self, block: str) -> Tensor | None:
-        """Return the mirror that peers may read in the current stream's next gather; None: no
-        mirror. If mirrors are stale, a copy to the next block's mirror runs beside this gather."""
+        """Return the mirror that peers may read in the current stream's next gather; None if the
+        block has no mirror. If mirrors are out of date, the next block's mirror is copied during
+        this gather."""
         mirror = self._mirrors.get(block)
         if mirror is not None and self._stale:
             self._write(block)
@@ -96,10 +99,11 @@ class Mirrors:
 def first_values(
     dev: Device, param: Param, target: Tensor, first: int, config: ModelConfig, seed: int
 ) -> None:
-    """Write fresh values of a parameter, from its element `first` on, to the zeros in `target`."""
+    """Write initial values of a parameter, from its element `first` on, to `target`, which is
+    zero."""
     if param.init == "one":
         elementwise.fill(dev, target, 1.0)
-    elif param.init == "log_uniform":  # only vectors, which are small
+    elif param.init == "log_uniform":  # init of vectors only, which are small
         rng = np.random.default_rng((seed & 0xFFFFFFFF, param.index))
         values = np.log(rng.uniform(0.01, 16, param.size))[first : first + target.size]
         dev.upload(target, values.astype(target.dtype.numpy))
@@ -121,11 +125,11 @@ def first_values(
 
 @dataclass(slots=True, kw_only=True)
 class _Pass:
-    """State of one micro-step, evaluation or update while the host enqueues its work; like lanes,
-    this state exists only at capture time. stale: True if other ranks' updates are not gathered
-    yet. to_gather: resident slabs that are not gathered yet. held: blocks between gather and
-    release. partly: by block in a slot, the keys of the matrices in the slot, if not all are there.
-    later: a block that will take the next released slot. coded: True if products read frozen
+    """State of one micro-step, evaluation or update while the host enqueues its work; used only
+    while a CUDA graph is captured. stale: True if updates of other ranks are not gathered yet.
+    to_gather: resident slabs that are not gathered yet. held: blocks between gather and release.
+    partly: by block in a slot, the keys of the matrices in the slot, if some matrices are missing.
+    later: a block that waits for the next released slot. coded: True if products read frozen
     blocks' stored codes. changing: slabs whose masters the update writes. quantized: slabs whose
     codes the update has made."""
 
@@ -140,10 +144,10 @@ class _Pass:
 
 
 class Weights:
-    """This rank's part of all slabs of a model. master[name]: this rank's shard of the master, or
-    of the work weights if there is no other master. work[name]: this rank's shard of the work
-    weights, to which an update writes the rounded master; None: nothing to write. slots: buffers of
-    streamed blocks; free during an update."""
+    """The weights that this rank holds of all slabs of a model. master[name]: this rank's shard of
+    the master, or of the work weights if there is no separate master. work[name]: this rank's shard
+    of the work weights, to which an update writes the rounded master; None: an update writes no
+    work weights. slots: buffers of streamed blocks, which are free during an update."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
         self.dev, self.table, self.placement = dev, table, placement
@@ -182,7 +186,7 @@ class Weights:
         for name in self._whole:
             self._wholes.add(name)
         self._operands: dict[tuple, dict[str, Operand]] = {}
-        self._updated = False  # True between an update and the next pass, replayed or not
+        self._updated = False  # True between an update and the next pass
         self._trained = {slab.name for slab in table if placement[slab.name].trainable}
         self._pass = _Pass()
 
@@ -223,8 +227,8 @@ class Weights:
             self._mirrors.add(name, part, "Quants" if narrow else "Weights")
 
     def _places_of_new_rows(self) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs (place, rows): the separately trained new rows, and their place in the token
-        table that products read."""
+        """Return pairs (place, rows): the added token rows, and the place of these rows in the
+        token table that products read."""
         slab = self.slabs.get(NEW_ROWS)
         return [
             (
@@ -241,14 +245,15 @@ class Weights:
         return block in self.slabs and self.placement[block].work.streamed and not in_place
 
     def take_stale(self) -> bool:
-        """Return True once after an update of several ranks, in the first micro-step or evaluation.
+        """Return True once after an update by several ranks, in the first micro-step or evaluation.
         The graph of this pass also gathers weights; later passes find the weights in place."""
         stale, self._updated = self._updated and self.dev.mesh.size("shard") > 1, False
         return stale
 
     def start_micro_step(self, stale: bool, *, few_rows: bool = False) -> None:
-        """Prepare for the first gather of a micro-step or evaluation. stale: see take_stale.
-        few_rows: True if products have so few rows that they read frozen blocks' stored codes."""
+        """Prepare the weights for the first gather of a micro-step or evaluation. stale: the result
+        of take_stale. few_rows: True if products have so few rows that they read frozen blocks'
+        stored codes."""
         to_gather = self._trained & self._whole.keys() if stale else set()
         coded = few_rows and self.frozen is not None and self.frozen.multiplied_coded
         self._pass = _Pass(stale=stale, to_gather=to_gather, coded=coded)
@@ -264,9 +269,9 @@ class Weights:
                 self._gather_whole(name)
 
     def gather(self, block: str, products: Collection[str] | None = None) -> None:
-        """Start to fetch a block's weights for `get`. products: keys of the matrices whose products
-        are computed with codes that are not transposed; None: all. Backward recomputes only some
-        of a block's outputs."""
+        """Start to fetch a block's weights for `get`. products: keys of the matrices that are
+        multiplied by plain codes, not by transposed codes; None: all matrices. Backward recomputes
+        only some of a block's outputs."""
         self._pass.held.add(block)
         if block in self._pass.to_gather:
             self._gather_whole(block)
@@ -280,8 +285,8 @@ class Weights:
             self._lane.arrive(slot, partial(self._gather_streamed, block, self.slots[slot]))
 
     def _can_turn(self, block: str) -> bool:
-        """True if a kernel can make transposed codes from the master at each use. This moves fewer
-        bytes than making codes first and transposing the codes."""
+        """Return True if a kernel can make transposed codes from the master at each use. Such a
+        kernel moves fewer bytes than an encoding kernel followed by a transposing kernel."""
         alone = self.dev.mesh.size("shard") == 1 and block not in self._part
         return self.weight_codes is not None and alone and not self.master[block].on_host
 
@@ -321,7 +326,8 @@ class Weights:
         self.dev.mesh.group("shard").all_gather(whole, part, self._mirrors.get(name))
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
-        """Return the work weights of a gathered block, by key. transposed: True in backward."""
+        """Return the work weights of a gathered block, by parameter key. transposed: True in
+        backward, which reads transposed codes."""
         if block not in self._pass.held:
             raise AssertionError(f"weights: get({block!r}) without gather")
         if self._pass.stale:
@@ -347,7 +353,8 @@ class Weights:
         return self.slots[slot]
 
     def _matrices(self, block: str, slot: Tensor | None) -> dict[str, Operand]:
-        """Return the matrices of a transformer block, by key; empty for another block."""
+        """Return the matrices of a transformer block, by key; return an empty dict for other
+        blocks."""
         slab, matrices = self.slabs.get(block), slot or self._whole.get(block)
         if self.frozen is not None and block in self.frozen.slabs:
             return self.frozen.operands(block, slot)
@@ -358,18 +365,18 @@ class Weights:
         return {p.key: slab.view(matrices, p) for p in slab.params}
 
     def lm_head(self) -> Operand:
-        """Return the matrix that makes logits. In each micro-step, call `get` for the matrix's
-        block before."""
+        """Return the matrix that multiplies hidden states to logits. Call `get` for the matrix's
+        block earlier in the same micro-step."""
         return self._lm_head if self._head_codes is None else self._head_codes.operand
 
     def of_logits(self) -> dict[str, Operand]:
-        """Return the matrix that makes logits and its adapters, by key."""
+        """Return the matrix that multiplies hidden states to logits, and its adapters, by key."""
         keys = (f"{TABLES['head']}_{n}" for n in "ab")
         adapters = {key: self._views["head"][key] for key in keys if key in self._views["head"]}
         return {"lm_head": self.lm_head(), **adapters}
 
     def release(self, block: str) -> None:
-        """Note that the enqueued work is the last that reads this block's work weights."""
+        """Record that no later work of this pass reads the block's work weights."""
         if block not in self._pass.held:
             raise AssertionError(f"weights: release({block!r}) without gather")
         self._pass.held.remove(block)
@@ -383,14 +390,16 @@ class Weights:
     # -- after an update -------------------------------------------------------------------------
 
     def start_update(self, names: set[str] | None = None) -> None:
-        """Prepare for writing masters. names: slabs to write; None: all trained slabs."""
+        """Prepare the weights for an update of the masters. names: the slabs to update; None: all
+        trained slabs."""
         names = self._trained if names is None else names
         self._pass = _Pass(changing=names)
         if self.weight_codes is not None:
             self.weight_codes.forget(names)
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
-        """Record the largest |x| of a slab's elements [start, stop), just written to `master`."""
+        """Record the largest |x| of a slab's elements [start, stop), which have just been written
+        to `master`."""
         if self.weight_codes is not None and slab.is_block:
             self.weight_codes.observe(slab, start, stop, master)
 
@@ -403,15 +412,15 @@ class Weights:
         return self.slabs[name].shard(self._whole[name], self.dev.mesh.index("shard"))
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
-        """Make codes (n,) of this rank's shard from `master` (n,). Call `observe` for all elements
-        before."""
+        """Encode `master` (n,), this rank's shard, as codes (n,). Call `observe` for all elements
+        before this method."""
         self.weight_codes.finish_scales()
         self.weight_codes.quantize(name, master, codes)
         self._pass.quantized.add(name)
 
     def finish_update(self) -> None:
-        """Make the codes and copies that products and peers read from the updated masters. Only
-        launches."""
+        """Enqueue work that makes codes and copies of the updated masters, for products and
+        peers."""
         alone = self.dev.mesh.size("shard") == 1
         if self.weight_codes is not None:
             self.weight_codes.finish_scales()
@@ -435,19 +444,20 @@ class Weights:
                 self.weight_codes.quantize(name, x, q, start=first)
 
     def train(self, names: set[str]) -> None:
-        """Let updates change only the slabs of these names from now on. All ranks must call."""
+        """Restrict later updates to the slabs of these names. All ranks must call this method."""
         before, self._trained = self._trained, names
-        if self.dev.mesh.size("shard") > 1:  # no pass gathers the last update of the other slabs
+        if self.dev.mesh.size("shard") > 1:  # no later pass gathers other slabs' last update
             for name in (name for name in self._whole if name in before - names):
                 self._gather_resident(name)
 
     def updated(self) -> None:
-        """Note that an update is enqueued: gathered weights of other ranks are stale now."""
+        """Record that an update is enqueued, after which gathered weights of other ranks are out of
+        date."""
         self._updated = True
 
     def refresh(self) -> None:
-        """Make work weights, codes and copies from the masters, after the host has written the
-        masters. All ranks must call."""
+        """Make work weights, codes and copies from the masters that the host has written. All ranks
+        must call this method."""
         self.start_update(set(self.slabs))
         for slab in self._with_masters():
             master, work = self.master[slab.name], self.work[slab.name]
@@ -466,9 +476,9 @@ class Weights:
     # -- contents --------------------------------------------------------------------------------
 
     def init(self, config: ModelConfig, seed: int, *, zero_projections: bool = False) -> None:
-        """Write fresh weights: normal(0, std), divided by sqrt(2L) for projections into the
-        residual stream. Weights depend on the seed and the parameter only, not on the number of
-        ranks, and on dtypes only by rounding."""
+        """Write initial weights: normal(0, std), divided by sqrt(2L) for projections into the
+        residual stream of L layers. Weights depend only on the seed and the parameter: not on the
+        number of ranks, and on dtypes only by rounding."""
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
@@ -499,10 +509,10 @@ class Weights:
         new: tuple[ModelConfig, int] | None = None,
         stored: Stored | None = None,
     ) -> None:
-        """Fill the masters from host arrays of the parameters' shapes, any float dtype. read:
-        returns a parameter's array, or None for a parameter that gets fresh values. new: config and
-        seed of fresh values, see `init`. stored: the files of frozen blocks that are kept as codes;
-        None: the blocks are encoded from the arrays of `read`."""
+        """Fill the masters from host arrays, which have the parameters' shapes and any float dtype.
+        read: returns a parameter's array, or None for a parameter that gets initial values. new:
+        the config and the seed of initial values, as in `init`. stored: the files of frozen blocks
+        that are stored as codes; None: the blocks are encoded from the arrays of `read`."""
         for slab in self._with_masters():
             master = self.master[slab.name]
             self.dev.zero(master)
@@ -530,7 +540,7 @@ class Weights:
 
     def _owned(self, slab: Slab, part: Tensor, start: int = 0) -> list[tuple[Param, Tensor, int]]:
         """Return (param, tensor, first element of the parameter) for each parameter with elements
-        in `part`, without padding. part: elements of this rank's shard from `start` on."""
+        in `part`, padding left out. part: elements of this rank's shard from `start` on."""
         start += self.dev.mesh.index("shard") * slab.shard_size
         owned = []
         for param, first, last in slab.pieces(start, start + part.size):

@@ -1,4 +1,5 @@
-"""Update rules, one file each; all other code asks the rule for its moments and updates."""
+"""Update rules, one per file; a rule declares its moments, and all other code reads the
+declaration."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -23,11 +24,12 @@ RULES: dict[str, type[UpdateRule]] = {
 AVERAGE = OptimizerState(
     name="ema", group="ema", category="EMA", dtype=None, offload="offload_master"
 )
-"""The moving average of weights (`--ema`), stored like moments. Its first value is the weights."""
+"""The moving average of weights (`--ema`), stored like a moment. The average begins as a copy of
+the weights."""
 FIRST = OptimizerState(
     name="first", group="first", category="Reference", dtype=None, offload="offload_master"
 )
-"""The weights that the run begins with (`--keep-reference`), stored like moments."""
+"""The weights at the start of the run (`--keep-reference`), stored like a moment."""
 
 
 def kept(optim: OptimOptions, slab: Slab | None = None) -> tuple[OptimizerState, ...]:
@@ -44,7 +46,7 @@ def rule_class(name: str) -> type[UpdateRule]:
 
 def optim_saved(options: Mapping[str, Any]) -> OptimOptions:
     """Return the optimizer options of a checkpoint. The rule is "adamw" if an old checkpoint names
-    none. LlmqError for an unknown rule."""
+    no rule. Raise LlmqError for an unknown rule."""
     today = current_options(options, "the checkpoint: ", quiet=True)
     names = {field.name for field in fields(OptimOptions)} & today.keys()
     optim = OptimOptions(**{name: today[name] for name in names})

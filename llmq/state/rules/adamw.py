@@ -1,4 +1,4 @@
-"""AdamW: two moments for each element, and weight decay for matrices only."""
+"""AdamW: keeps two moments for each element, and decays the weights of matrices only."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from llmq.state.rules.rule import OptimizerState, ShardSlice, UpdateRule
 
 
 class AdamW(UpdateRule):
-    """The first moment m and the second moment v, see llmq/ops/update/adamw.py."""
+    """The update rule AdamW with first moment m and second moment v (llmq/ops/update/adamw.py)."""
 
     moments = (
         OptimizerState(
@@ -23,12 +23,12 @@ class AdamW(UpdateRule):
     )  # fmt: skip
 
     def prepare(self, scalars: np.void, step: int) -> None:
-        """Write the factors that correct moments for their start at zero."""
+        """Write the factors that correct the moments for their start at zero."""
         scalars["beta1_correction"] = 1.0 / (1.0 - self.options.beta_1**step)
         scalars["beta2_correction"] = 1.0 / (1.0 - self.options.beta_2**step)
 
     def update(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Update the elements with one launch, at the slab's own learning rate."""
+        """Update the elements with one launch, at the learning rate of the slab."""
         options = self.options
         adamw.update(
             dev,

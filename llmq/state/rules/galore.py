@@ -1,16 +1,16 @@
-"""GaLore: AdamW of gradients that are projected to few directions; AdamW for other parameters.
+"""GaLore: AdamW on gradients projected to few directions; plain AdamW for other parameters.
 
-A gradient G, at least as wide as tall, becomes P G with P the r leading left singular vectors of
-the gradient at the last renewal. AdamW keeps the moments of P G. A weight changes by alpha P' S,
-with S AdamW's step for P G, P' the transpose of P, and alpha the option --galore-scale. A gradient
-that is taller than wide becomes G P' with right singular vectors (Zhao et al.,
-https://arxiv.org/abs/2403.03507; the package galore-torch).
+A gradient G that is at least as wide as tall becomes P G; the rows of P are the r leading left
+singular vectors of the gradient at the last renewal. AdamW keeps the moments of P G. A weight
+changes by alpha P' S: S is AdamW's step for P G, P' the transpose of P, and alpha the option
+--galore-scale. A gradient that is taller than wide becomes G P', and P has right singular vectors
+(Zhao et al., https://arxiv.org/abs/2403.03507; the package galore-torch).
 
 Singular vectors come from a randomized range finder (Halko et al.,
-https://arxiv.org/abs/0909.4061): r + MORE random directions are multiplied by the gradient and by
-the gradient's transpose in turn, and made orthonormal after each product. With Y the gradient in
-these directions, the singular vectors follow from the eigenvectors of the small matrix Y Y'. The
-device's matrix products compute all large products.
+https://arxiv.org/abs/0909.4061): r + MORE random directions are multiplied alternately by the
+gradient and by its transpose, and made orthonormal after each product. If Y is the gradient in
+these directions, the singular vectors follow from the eigenvectors of the small matrix Y Y'. All
+large products are computed by matrix products of the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llmq.state.rules.rule import FullMatrix, MatrixState, OptimizerState, Shard
 
 MORE = 8  # number of random directions beyond the rank
 POWERS = 2  # number of multiplications by the gradient and its transpose
-TRACE = 1e-6  # factor of random numbers in directions; these remain if the gradient is zero
+TRACE = 1e-6  # factor of random numbers added to directions, which remain if the gradient is zero
 RENEWAL = "renewal"
 
 
@@ -50,8 +50,8 @@ def _moment_size(options: OptimOptions, rows: int, columns: int) -> int:
 
 
 class GaLore(AdamW):
-    """GaLore for matrices of blocks, with moments m and v of projected gradients; AdamW with m and
-    v for other parameters."""
+    """GaLore for matrices of blocks, with moments m and v of projected gradients; AdamW with
+    moments m and v for other parameters."""
 
     matrix_states = (
         MatrixState(
@@ -78,30 +78,31 @@ class GaLore(AdamW):
         return () if cls.by_matrix(slab) else cls.moments
 
     def kind(self, step: int) -> str:
-        """Return RENEWAL every --galore-period steps, the first one included."""
+        """Return RENEWAL for every --galore-period-th step, beginning with step 0."""
         return self.kinds[(step - self.begun) % self.options.galore_period == 0]
 
     def propose(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Propose the gradient itself, with one copy."""
+        """Copy the gradient as the proposed change."""
         dev.copy(part.change, part.grad)
 
     def transform(
         self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
     ) -> None:
-        """Turn gradients into changes at learning rate 1, one matrix after another."""
+        """Replace gradients by changes at learning rate 1, one matrix after another."""
         options = self.options
         apart = [_Projected(dev, one, options) for each in matrices for one in each.apart()]
         if kind == RENEWAL:
             together: dict[tuple[int, int], list[_Projected]] = {}
             for i, each in enumerate(apart):
-                # Behind a (k, k) matrix with odd k, the next one would not be 16-byte aligned.
+                # After a (k, k) matrix with odd k, the next matrix would not be aligned to 16
+                # bytes.
                 alone = i if each.directions % 2 else -1
                 together.setdefault((each.directions, alone), []).append(each)
             for same in together.values():
                 _renew(dev, same, scalars)
         with dev.scratch("scalars", scalars.shape, I32) as at_rate_one:
             dev.copy(at_rate_one, scalars)
-            elementwise.fill(dev, at_rate_one.rows(0, 1).view_as(F32), 1.0)  # lr
+            elementwise.fill(dev, at_rate_one.rows(0, 1).view_as(F32), 1.0)  # the learning rate
             for each in apart:
                 each.change(at_rate_one)
 
@@ -121,9 +122,9 @@ class GaLore(AdamW):
 
 
 class _Projected:
-    """A matrix and its state. gradient, out: (rows, columns). projection: (rank, shorter side).
-    directions: number of random directions in a renewal. shorter, longer: lengths of the matrix's
-    sides."""
+    """A matrix and its GaLore state. gradient, out: (rows, columns). projection: (rank, shorter
+    side). directions: number of random directions that a renewal uses. shorter, longer: lengths of
+    the matrix's sides."""
 
     def __init__(self, dev: Device, matrix: FullMatrix, options: OptimOptions):
         self.dev, self.matrix, self.options = dev, matrix, options
@@ -137,7 +138,7 @@ class _Projected:
         of_state = matrix.states["projection"]
         kept = of_state.view(of_state.size).rows(0, self.rank * self.shorter)
         self.projection = kept.view(self.rank, self.shorter)
-        self.salt = (matrix.number + 1) << 16 | matrix.salt  # differs for all matrices
+        self.salt = (matrix.number + 1) << 16 | matrix.salt  # differs between matrices
 
     @property
     def dtype(self) -> DType:
@@ -156,14 +157,15 @@ class _Projected:
         return made
 
     def along(self, out: Tensor, x: Tensor, *, back: bool = False) -> None:
-        """Multiply directions x, F32 (k, shorter), by the gradient into out, F32 (k, longer). With
-        back, multiply x (k, longer) by the gradient's transpose into out (k, shorter)."""
+        """Multiply directions x, F32 (k, shorter), by the gradient, and write the product to out,
+        F32 (k, longer). If back is True, multiply x (k, longer) by the gradient's transpose, and
+        write out (k, shorter)."""
         with ExitStack() as temps:
             x = self.rounded(temps, x)
             matmul(self.dev, out, x, self.gradient, trans_b=self.tall != back)
 
     def change(self, scalars: Tensor) -> None:
-        """Update the moments, and write the change at learning rate 1. scalars: the step's scalars
+        """Update the moments, and write the change for learning rate 1. scalars: the step's scalars
         with learning rate 1."""
         dev, options, matrix = self.dev, self.options, self.matrix
         states = {name: tensor.view(tensor.size) for name, tensor in matrix.states.items()}
@@ -178,7 +180,7 @@ class _Projected:
                 dev.zero(grad)
             low, operands = grad.rows(0, used).view(*shape), (self.gradient, self.projection)
             matmul(dev, low, *operands[:: 1 if self.tall else -1], trans_b=self.tall)
-            dev.zero(small)  # AdamW turns zeros into the negative change
+            dev.zero(small)  # AdamW subtracts its step from zeros, giving the change
             adamw.update(
                 dev,
                 small,
@@ -202,8 +204,8 @@ class _Projected:
 
 
 def _renew(dev: Device, matrices: list[_Projected], scalars: Tensor) -> None:
-    """Replace the projections of matrices that have equally many directions, unless the step is
-    skipped. Each stage goes through all matrices, whose eigenvectors are computed in one launch."""
+    """Compute new projections of matrices with equal numbers of directions, unless the step is
+    skipped. Each stage processes all matrices, so that one launch computes all eigenvectors."""
     count, k = len(matrices), matrices[0].directions
     with ExitStack() as temps:
 
@@ -220,7 +222,7 @@ def _renew(dev: Device, matrices: list[_Projected], scalars: Tensor) -> None:
             return x.view(x.size).rows(0, k * columns).view(k, columns)
 
         def orthonormal(sides: list[int]) -> None:
-            """Turn rows of xs into an orthonormal basis."""
+            """Replace the rows of xs by orthonormal bases."""
             nonlocal xs, spare
             made = [part(x, side) for x, side in zip(xs, sides, strict=True)]
             for i, x in enumerate(made):
@@ -248,7 +250,7 @@ def _renew(dev: Device, matrices: list[_Projected], scalars: Tensor) -> None:
             orthonormal(longer)
             multiply(shorter, back=True)
             orthonormal(shorter)
-        orthonormal(shorter)  # again: the first time rounding leaves small directions oblique
+        orthonormal(shorter)  # again, as rounding leaves small directions oblique
         for i, each in enumerate(matrices):
             along = part(spare[i], each.longer)
             each.along(along, part(xs[i], each.shorter))

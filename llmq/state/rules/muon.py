@@ -1,14 +1,14 @@
-"""Muon: the momentum of each matrix of a block, orthogonalized; AdamW for other parameters.
+"""Muon: orthogonalizes the momentum of each matrix of a block; AdamW for other parameters.
 
-A matrix with momentum M = U S V' changes by about U V' times a factor of its shape. Five steps of
-Newton-Schulz iteration in BF16 compute U V', as in torch.optim.Muon (Keller Jordan,
+A matrix with momentum M = U S V' changes by about U V' times a factor that depends on its shape.
+Five steps of Newton-Schulz iteration in BF16 compute U V', as in torch.optim.Muon (Keller Jordan,
 https://kellerjordan.github.io/posts/muon).
 
-A step multiplies X by a polynomial P of its Gram matrix G = X X', and G becomes P G P. For long
-matrices, several steps in a row work on G alone, and X is multiplied once by the product of their
-polynomials: the same result in exact arithmetic. BF16 moves eigenvalues of G near 0 as far as
-eigenvalues near 1, and each step multiplies this error. So G is made again from X after two or
-three steps.
+A step multiplies X by a polynomial P of the Gram matrix G = X X', and G becomes P G P. For long
+matrices, several consecutive steps compute G alone, and X is multiplied once by the product of the
+steps' polynomials: the same result in exact arithmetic. BF16 moves eigenvalues of G near 0 as far
+as eigenvalues near 1, and each step multiplies this error. So G is computed again from X after two
+or three steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,26 +26,26 @@ from llmq.state.rules.rule import FullMatrix, MatrixState, OptimizerState, Shard
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""(a, b, c) of X <- P X with P = a + b G + c G G: Keller Jordan's values, with the steepest slope
-at 0. Singular values end between 0.7 and 1.2."""
+"""(a, b, c) of X <- P X with P = a + b G + c G G: Keller Jordan's values, which have the steepest
+slope at 0. The resulting singular values are between 0.7 and 1.2."""
 SEGMENTS = (3, 2)
-"""Numbers of steps before G is made again. With these numbers, changes are as near to exact
-arithmetic as with steps on X (`tests/state/test_muon.py`)."""
-LEAST_SIDE = 256  # for shorter sides launches take most time, and steps on G have more launches
-LONGER = 1.5  # ratio of longer to shorter side from which steps on G take fewer FLOPs
-MOMENTUM = 0.95  # decay of Nesterov momentum: the default of torch.optim.Muon
-ROWS_DECAY = 0.95  # decay of NorMuon's mean squares of rows: the authors' value
+"""Numbers of steps after which G is computed again from X. With these numbers, changes are as close
+to exact arithmetic as steps that multiply X each time (`tests/state/test_muon.py`)."""
+LEAST_SIDE = 256  # with shorter sides launches take most time, and steps on G need more launches
+LONGER = 1.5  # ratio of longer to shorter side above which steps on G need fewer FLOPs
+MOMENTUM = 0.95  # decay of Nesterov momentum, as in torch.optim.Muon
+ROWS_DECAY = 0.95  # decay of NorMuon's mean squares of rows, as in the paper
 
 
 def _match_rms(rows: int, columns: int) -> float:
-    """Return the factor by which a matrix's change is multiplied. Changes then are as large as
-    AdamW's, and can use AdamW's learning rate and weight decay (torch's match_rms_adamw)."""
+    """Return the factor that multiplies a matrix's change. With this factor changes are as large as
+    AdamW's, and AdamW's learning rate and weight decay are suitable (torch's match_rms_adamw)."""
     return 0.2 * sqrt(max(rows, columns))
 
 
 class Muon(AdamW):
-    """Muon with momentum m for matrices of blocks, see llmq/ops/update/muon.py; AdamW with m and v
-    for other parameters."""
+    """Muon with momentum m for matrices of blocks (llmq/ops/update/muon.py); AdamW with m and v for
+    other parameters."""
 
     @classmethod
     def by_matrix(cls, slab: Slab) -> bool:
@@ -72,17 +72,17 @@ class Muon(AdamW):
     def transform(
         self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
     ) -> None:
-        """Orthogonalize all matrices. Matrices with an equal shorter side share launches of
+        """Orthogonalize all proposed changes. Matrices with equal shorter sides share launches of
         products of (side, side) matrices."""
         together: dict[int, list[FullMatrix]] = {}
         for each in matrices:
             side, longer = sorted(each.proposed.shape[1:])
             if side * side * BF16.itemsize % POINTER_ALIGN:
-                # The next Gram matrix would begin at an address that products do not accept.
+                # The next Gram matrix would begin at an address that matrix products do not accept.
                 for one in each.apart():
                     _Iteration(dev, side, [one]).run((1,) * STEPS)
                 continue
-            # A negative key marks matrices that are iterated at full length.
+            # A negative key marks matrices for which every step multiplies X.
             by_gram = side >= LEAST_SIDE and longer > LONGER * side
             together.setdefault(side if by_gram else -side, []).append(each)
         for key, of in together.items():
@@ -106,7 +106,7 @@ class Muon(AdamW):
 
 
 class NorMuon(Muon):
-    """Muon whose changes are divided, row by row, by the root of a running mean of their squares
+    """Muon that divides each row of a change by the root of a running mean of the row's squares
     (arXiv 2510.05491)."""
 
     matrix_states = (
@@ -120,7 +120,7 @@ class NorMuon(Muon):
 class _Iteration:
     """Newton-Schulz steps of matrices whose shorter sides are equal.
 
-    pairs: (x, out) for each group of matrices of one shape, BF16 (count, rows, columns) each.
+    pairs: (x, out) for each set of matrices of equal shape, both BF16 (count, rows, columns).
     """
 
     def __init__(self, dev: Device, side: int, matrices: list[FullMatrix]):
@@ -129,12 +129,12 @@ class _Iteration:
         self.rows = [each.states.get("rows") for each in matrices]
 
     def run(self, segments: tuple[int, ...]) -> None:
-        """Run the steps. segments: numbers of steps on one Gram matrix, which is made again for
-        each segment."""
+        """Run all Newton-Schulz steps. segments: for each newly computed Gram matrix, the number of
+        steps."""
         count, full = sum(x.shape[0] for x, _ in self.pairs), max(segments) == 1
         shapes = {x.shape for x, _ in self.pairs}
-        # Single matrices of one shape, all of whose products read x, are packed into one tensor, so
-        # that they share each launch.
+        # Single matrices of equal shape, whose products all read x, are packed into one tensor to
+        # share launches.
         packed = full and count > 1 and shapes == {(1, *self.pairs[0][0].shape[1:])}
         with ExitStack() as temps:
 
@@ -156,7 +156,7 @@ class _Iteration:
                 for x, _, square in self._parts(gram):
                     tall = x.shape[1] > x.shape[2]
                     matmul(self.dev, square, x, x, trans_a=tall, trans_b=not tall)
-                if length == 1:  # a multiplies the product's addend x, and so is not rounded into p
+                if length == 1:  # a multiplies the addend x, and is thus not rounded into p
                     a, p = COEFFICIENTS[0], others[0]
                     self._polynomial(p, gram)
                 else:
@@ -172,21 +172,21 @@ class _Iteration:
             muon.normalize(self.dev, to, x)
 
     def _parts(self, squares: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (x, out, part of squares) for each pair. squares: (count, side, side), with one
-        matrix for each matrix of all pairs."""
+        """Yield (x, out, part of squares) for each pair of `pairs`. squares: (count, side, side),
+        with one matrix for each matrix of all pairs."""
         end = 0
         for x, out in self.pairs:
             at, end = end, end + x.shape[0]
             yield x, out, squares.rows(at, end)
 
     def _polynomial(self, out: Tensor, gram: Tensor) -> None:
-        """Set out to the polynomial P of gram without the term a."""
+        """Set out to the polynomial P of the Gram matrix, without the term a."""
         _, b, c = COEFFICIENTS
         matmul(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
 
     def _steps(self, gram: Tensor, p: Tensor, spare: Tensor, total: Tensor, count: int) -> Tensor:
-        """Return the product of `count` steps' polynomials. gram: the Gram matrices. All four
-        tensors are overwritten."""
+        """Return the product of the polynomials of `count` steps. gram: the Gram matrices before
+        the first step. All four tensors are overwritten."""
         for i in range(count):
             self._polynomial(p, gram)
             muon.diagonal(self.dev, p, COEFFICIENTS[0])
@@ -203,7 +203,7 @@ class _Iteration:
 
     def _multiply(self, p: Tensor, a: float, *, last: bool) -> None:
         """Set out to (p + a) x, or to x (p + a) for tall matrices, and exchange x and out. The last
-        product includes the factor `_match_rms`; after the last product NorMuon scales rows."""
+        product includes the factor `_match_rms`; NorMuon scales rows after the last product."""
         for i, (x, out, square) in enumerate(self._parts(p)):
             rows, columns = x.shape[1:]
             times = _match_rms(rows, columns) if last else 1.0

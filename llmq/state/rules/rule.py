@@ -1,4 +1,5 @@
-"""Interface of update rules, from which slabs, checkpoints and plans follow."""
+"""The interface of update rules: a rule declares its states, from which slabs, checkpoints and
+memory plans follow."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from llmq.runtime.device import Device
 from llmq.state.params import Slab
 
 SCALES = ".scales"
-"""Suffix of checkpoint groups that hold the scales of another group."""
+"""Suffix of the names of checkpoint groups that hold scales of another group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """A state with one number for each trained element, which the rule keeps from update to update;
-    zero at the start. name: name of the state's tensors and in Placement. group: name of the
-    state's files in checkpoints. category: category of the state's memory. dtype: the option that
-    gives the dtype; None: F32. offload: the option that puts the state into host memory. A state in
-    E4M3 has F32 scales, one for SCALE_BLOCK elements."""
+    """A state that a rule keeps between updates, one number per trained element; zero at the start.
+    name: name of the state's tensors, also in Placement. group: name of the state's files in
+    checkpoints. category: category of the state's memory. dtype: name of the option that sets the
+    dtype; None: F32. offload: name of the option that moves the state to host memory. A state in
+    E4M3 has F32 scales, one per SCALE_BLOCK elements."""
 
     name: str
     group: str
@@ -44,11 +45,12 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixState:
-    """A state that the rule keeps for each whole matrix, on the rank that updates the matrix; zero
-    at the start. name: name of the state in FullMatrix. group: name of files in checkpoints.
-    category: category of memory. dtype: the option that gives the dtype; None: F32; "gradient": the
-    dtype of gradients. size: returns the number of elements for a matrix (rows, columns). In E4M3
-    this number is a multiple of SCALE_BLOCK, and F32 scales are kept beside the elements."""
+    """A state that a rule keeps for each whole matrix, on the rank that transforms the matrix; zero
+    at the start. name: name of the state in FullMatrix. group: name of the state's files in
+    checkpoints. category: category of the state's memory. dtype: name of the option that sets the
+    dtype; None: F32; "gradient": the dtype of gradients. size: function that returns the number of
+    elements for a matrix of (rows, columns). For a state in E4M3 this number is a multiple of
+    SCALE_BLOCK, and F32 scales are kept beside the elements."""
 
     name: str
     group: str
@@ -71,12 +73,13 @@ class MatrixState:
 
 
 class ShardSlice(NamedTuple):
-    """Elements that one call of a rule updates: n elements of a slab from element `first` on.
-    master: inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
-    grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,), by name. scales: inout F32 (n
-    / SCALE_BLOCK,), by the name of an E4M3 moment. segments: I64 (S, 2), see Slab.segments. change:
-    (n,) in the dtype of changes; `propose` writes the change and `apply` reads it. `propose` gets
-    no master, and `apply` gets no gradient."""
+    """The elements that one call of a rule updates: n elements of a slab, beginning with element
+    `first`. master: inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest;
+    None if no work weights are written. grad: F32 or BF16 (n,), the gradient summed over tokens.
+    moments: inout (n,), by name of the moment. scales: inout F32 (n / SCALE_BLOCK,), by the name of
+    an E4M3 moment. segments: I64 (S, 2), see Slab.segments. change: (n,) in the dtype of changes;
+    `propose` writes the change and `apply` reads it. `propose` gets no master, and `apply` gets no
+    gradient."""
 
     slab: Slab
     first: int
@@ -90,11 +93,12 @@ class ShardSlice(NamedTuple):
 
 
 class FullMatrix(NamedTuple):
-    """Neighbouring whole matrices of equal shape, divided as in Hugging Face. proposed: (count,
-    rows, columns), may be overwritten. change: (count, rows, columns), out. states: inout (count,
-    size), by the name of a MatrixState. scales: inout F32 (count, size / SCALE_BLOCK), by the name
-    of an E4M3 state. number: index of the first matrix in its slab. salt: distinguishes the slab's
-    random numbers. segments: see Slab.segments."""
+    """Adjacent whole matrices of equal shape, divided as in the Hugging Face model. proposed:
+    (count, rows, columns), which the rule may overwrite. change: out (count, rows, columns).
+    states: inout (count, size), by the name of a MatrixState. scales: inout F32 (count, size /
+    SCALE_BLOCK), by the name of an E4M3 state. number: index of the first matrix in its slab. salt:
+    a number unique to the slab, for random numbers. segments: I64 (S, 2), as Slab.segments
+    returns."""
 
     proposed: Tensor
     change: Tensor
@@ -105,7 +109,7 @@ class FullMatrix(NamedTuple):
     segments: Tensor | None
 
     def apart(self) -> Iterator[FullMatrix]:
-        """Yield the matrices one by one, (1, rows, columns) each."""
+        """Yield the matrices one at a time, each (1, rows, columns)."""
         for i in range(self.proposed.shape[0]):
             yield self._replace(
                 proposed=self.proposed.rows(i, i + 1),
@@ -117,10 +121,11 @@ class FullMatrix(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """Rule by which gradients change weights. moments, matrix_states: the kept states, in the order
-    of their memory. of_change: dtype of a change; None: the dtype of gradients. kinds: names of the
-    kinds of updates; updates of one kind launch the same kernels. fixed: options that a continued
-    run must not change. begun: the step, counted from 0, at which the moments were
+    """The rule by which gradients change weights. moments, matrix_states: the states that the rule
+    keeps, in the order of their memory. of_change: dtype of a proposed change; None: the dtype of
+    gradients. kinds: names of the kinds of updates; updates of one kind launch the same kernels.
+    fixed: names of options that a continued run must not change. begun: the step, counted from 0,
+    at which the moments were zero.
     zero."""
 
     moments: ClassVar[tuple[OptimizerState, ...]]
@@ -131,13 +136,13 @@ class UpdateRule(ABC):
     begun = 0
 
     def __init__(self, options: OptimOptions):
-        """options: normalized; captured launches contain the options' values."""
+        """options: with defaults filled in; captured launches contain the options' values."""
         self.options = options
 
     @classmethod
     def by_matrix(cls, slab: Slab) -> bool:
-        """True if the change of a matrix depends on the whole matrix. The slab then passes through
-        `propose`, `transform` and `apply`, and not through `update`."""
+        """Return True if the change of a matrix depends on the whole matrix. Such a slab passes
+        through `propose`, `transform` and `apply`, not through `update`."""
         return False
 
     @classmethod
@@ -147,29 +152,30 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def prepare(self, scalars: np.void, step: int) -> None:
-        """Write this rule's fields of StepScalars. step: counted from 1 since `begun`."""
+        """Write the fields of StepScalars that this rule reads. step: the number of the step since
+        `begun`, counted from 1."""
 
     @abstractmethod
     def update(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Update the elements, unless scalars.skip_update is set. scalars: I32 (16,) StepScalars.
-        Only launches."""
+        """Enqueue the update of the elements, which does nothing if scalars.skip_update is set.
+        scalars: I32 (16,) StepScalars."""
 
     def propose(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Update the moments, as `update` does, and write the proposed change. The change is 0
-        where gradient and moment are 0, and in a skipped step."""
+        """Update the moments and write the proposed change. The change is 0 where gradient and
+        moment are 0, and everywhere in a skipped step."""
         raise NotImplementedError
 
     def kind(self, step: int) -> str:
-        """Return the kind of the update of a step, counted from 0."""
+        """Return the kind of update that a step, counted from 0, performs."""
         return self.kinds[0]
 
     def transform(
         self, dev: Device, matrices: Sequence[FullMatrix], scalars: Tensor, kind: str
     ) -> None:
-        """Turn the proposed changes of whole matrices into final changes. scalars: see `update`.
-        kind: the kind of the step's update."""
+        """Replace the proposed changes of whole matrices by final changes. scalars: I32 (16,)
+        StepScalars. kind: the kind of update of the step."""
         raise NotImplementedError
 
     def apply(self, dev: Device, part: ShardSlice, scalars: Tensor) -> None:
-        """Apply the final change to the master, and write work weights, as `update` does."""
+        """Apply the final change to the master, and write work weights as `update` does."""
         raise NotImplementedError
