@@ -1,9 +1,10 @@
-"""One file for each family of models: config.json's fields, names of weights, norms, biases,
-initial values.
+"""Descriptions of model architectures, one file per family: fields of config.json, names of
+weights, norms, biases, initial values.
 
-`model_config.py` holds ModelConfig, the one description of a model's sizes. Weight table, options,
-plan, decoding and export follow from these descriptions. Imports base. Start with `common.py`, then
-`llama.py`. A new architecture needs a file and a line in ARCHITECTURES.
+`model_config.py` holds ModelConfig, which describes the sizes of any model. The weight table,
+options, memory plans, decoding and export follow from these descriptions. The folder imports only
+llmq/base. Start with `common.py`, then `llama.py`. A new architecture needs a file of its own and a
+line in ARCHITECTURES.
 """
 
 from collections.abc import Mapping
@@ -50,11 +51,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         DeepseekV3(), Glm4MoeLite(), GraniteHybrid(), NemotronH(), Gemma2(),
     )
 }  # fmt: skip
-"""Every supported architecture by the name that config.json gives in "architectures"."""
+"""All supported architectures, by the class name that config.json gives in "architectures"."""
 
 
 def architecture(name: Any) -> Architecture:
-    """The architecture of this name; ConfigError if there is none."""
+    """Return the architecture of this name; raise ConfigError for an unknown name."""
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f"config.json: architectures: {name!r} is not supported, only "
@@ -64,7 +65,7 @@ def architecture(name: Any) -> Architecture:
 
 
 def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ModelConfig for a parsed config.json. Raises ConfigError as
+    """Return the arguments of ModelConfig for a parsed config.json. Raise ConfigError as
     Architecture.read does."""
     names = hf.get("architectures")
     if not isinstance(names, list) or len(names) != 1:

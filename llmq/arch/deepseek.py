@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3, and GLM-4.7-Flash: latent attention, and experts with a shared expert in all
-but the first layers. Kimi-K2 and Moonlight have the architecture of V3."""
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: latent attention, MLPs in the first layers, and experts
+with a shared expert in all later layers. Kimi-K2 and Moonlight have the architecture of V3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,12 @@ from llmq.arch.matrix import HalfSpec
 from llmq.base.errors import ConfigError
 
 _METHODS = ("greedy", "group_limited_greedy")
-"""How routers of DeepSeek-V2 choose, without groups and with groups."""
+"""Values of topk_method for routers of DeepSeek-V2: without groups of experts, and with groups."""
 
 
 class DeepseekV3(Glm4Moe):
-    """DeepSeek-V3: routers choose groups of experts first."""
+    """DeepSeek-V3: for each token, the router chooses groups of experts, then experts of these
+    groups."""
 
     name = "DeepseekV3ForCausalLM"
     classifier = "DeepseekV3ForSequenceClassification"
@@ -29,11 +30,11 @@ class DeepseekV3(Glm4Moe):
     norm_eps = 1e-6
     head_dim = 256
     dense_layers = 3
-    """Default number of first layers without experts."""
+    """Default number of first layers that have an MLP in place of experts."""
     defaults: Mapping[str, Any] = {
         "q_lora_rank": 1536, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5
     }  # fmt: skip
-    """transformers' defaults of fields that config.json may lack."""
+    """Defaults in transformers of fields that config.json may lack."""
     own_fields = ("latent",)
     targets = (*Glm4Moe.targets, *LATENT_TARGETS)
 
@@ -63,7 +64,8 @@ class DeepseekV3(Glm4Moe):
         return super().fixed(model) | own | {"partial_rotary_factor": 1.0}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """The fields without head_dim, because transformers reads head_dim as qk_rope_head_dim."""
+        """Return config.json's fields without head_dim, because transformers reads head_dim as
+        qk_rope_head_dim."""
         fields = super().write_sizes(model)
         for name in ("head_dim", "use_qk_norm"):
             del fields[name]
@@ -72,7 +74,7 @@ class DeepseekV3(Glm4Moe):
 
 
 class DeepseekV2(DeepseekV3):
-    """DeepSeek-V2: routers take a softmax, and weights are not renormalized."""
+    """DeepSeek-V2: routers compute a softmax, and experts' weights are not renormalized."""
 
     name = "DeepseekV2ForCausalLM"
     classifier = "DeepseekV2ForSequenceClassification"
@@ -86,7 +88,8 @@ class DeepseekV2(DeepseekV3):
     defaults: Mapping[str, Any] = {"q_lora_rank": 1536, "n_shared_experts": 2}
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """transformers never divides weights of this family by their sum."""
+        """Read the sizes without renormalization, because transformers never divides this family's
+        weights by their sum."""
         reject(hf, "topk_method", *_METHODS)
         if hf.get("topk_method", _METHODS[0]) == _METHODS[0]:
             hf = {**hf, "n_group": 1, "topk_group": 1}
@@ -100,7 +103,7 @@ class DeepseekV2(DeepseekV3):
 
 
 class Glm4MoeLite(DeepseekV3):
-    """GLM-4.7-Flash: config.json may say for each layer whether it has experts."""
+    """GLM-4.7-Flash: config.json may list the layers with experts."""
 
     name = "Glm4MoeLiteForCausalLM"
     classifier = None

@@ -1,4 +1,4 @@
-"""Gated delta nets in the place of attention: sizes, layers and matrices.
+"""Gated delta nets, which replace attention in some layers: sizes, layers and matrices.
 
     q, k, v, z, b, a = products of x                 q, k, v pass through a short convolution
     S = exp(-exp(a_log) softplus(a + dt_bias)) * S   a state of each value head, 0 where a
@@ -22,30 +22,30 @@ DELTA_MODULES: Mapping[str, tuple[str, ...]] = {
     "delta_in": tuple(f"{_AT}.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
     "delta_o": (f"{_AT}.out_proj",),
 }
-"""By matrix of a delta net: its modules at Hugging Face, for `Architecture.modules`."""
+"""By matrix of a delta net, the names of its Hugging Face modules, for `Architecture.modules`."""
 DELTA_TARGETS = ("delta_qkv", "delta_z", "delta_b", "delta_a", "delta_o")
-"""Names of a delta net's matrices in --lora-targets."""
+"""Names in --lora-targets of a delta net's matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet(Mixers):
-    """The gated delta nets of a model."""
+    """Sizes of a model's gated delta nets."""
 
     key_heads: int
-    """Hk: number of query heads, and of key heads; divides Hv."""
+    """Hk: number of query heads, and also of key heads; divides Hv."""
     value_heads: int
-    """Hv: number of value heads, each with a state."""
+    """Hv: number of value heads, each with a state matrix."""
     key_dim: int
-    """Channels of a query or key head, rows of a state."""
+    """Number of channels of a query or key head, and rows of a state."""
     value_dim: int
-    """Channels of a value head, columns of a state."""
+    """Number of channels of a value head, and columns of a state."""
 
     least_step: float = 0.0
     """Lower bound of softplus(a + dt_bias)."""
 
     @property
     def channels(self) -> int:
-        """2K + V: channels of all queries, keys and values."""
+        """2K + V: channels of all query, key and value heads."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
@@ -65,9 +65,9 @@ class DeltaNet(Mixers):
             )
 
     def half(self, config: Any, layer: int) -> HalfSpec:
-        """The half with a gated delta net. delta_in: (2K + V + V + 2 Hv, C), the rows of q, k, v,
-        z, b and a. conv: (2K + V, taps). a_log, dt_bias: (Hv,). delta_norm: (channels of a value
-        head,). delta_o: (C, V)."""
+        """Return the declaration of a layer's gated delta net. delta_in: (2K + V + V + 2 Hv, C),
+        the rows of q, k, v, z, b and a. conv: (2K + V, taps). a_log, dt_bias: (Hv,). delta_norm:
+        (value_dim,). delta_o: (C, V)."""
         C, at = config.hidden_size, _AT.format(layer)
         rows = {"delta_qkv": self.channels, "delta_z": self.values}
         rows |= dict.fromkeys(("delta_b", "delta_a"), self.value_heads)
@@ -95,6 +95,6 @@ class DeltaNet(Mixers):
             output="delta_o",
             activations=("delta_in", "delta_conv", "delta_state", "delta_gated"),
             carried={"state": state, "before": (self.taps - 1, self.channels)},
-            # S^T k, k change^T, S^T q of each token.
+            # Multiplications and additions of S^T k, k change^T and S^T q for each token.
             flops=6 * self.value_heads * self.key_dim * self.value_dim,
         )

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (dense): Llama whose files store the two channels of a RoPE pair side by side."""
+"""ERNIE 4.5 (dense): Llama whose files store the two channels of a RoPE pair next to each other."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Ernie45(RopeFamily):
-    """ERNIE 4.5: use_bias in config.json holds for attention's and the MLP's projections."""
+    """ERNIE 4.5: use_bias in config.json decides on the biases of attention and MLP."""
 
     name = "Ernie4_5ForCausalLM"
     classifier = None
@@ -35,7 +35,7 @@ class Ernie45(RopeFamily):
 
 
 class Helium(RopeFamily):
-    """Helium: ERNIE 4.5 without biases."""
+    """Helium: the same architecture as ERNIE 4.5, without biases."""
 
     name = "HeliumForCausalLM"
     model_type = "helium"

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind each half, and of each query and key head. In models with windows, layers
-without a window have no RoPE."""
+"""EXAONE 4: norms of the outputs of attention and MLP, and of each query and key head. In models
+with windows, layers without a window have no RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Exaone4(RopeFamily):
-    """EXAONE 4: with sliding_window_pattern n in config.json, every n-th layer has no window."""
+    """EXAONE 4: if config.json gives sliding_window_pattern n, every n-th layer has no window."""
 
     name = "Exaone4ForCausalLM"
     model_type = "exaone4"
@@ -26,10 +26,10 @@ class Exaone4(RopeFamily):
     modules = Olmo2.modules
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Without sliding_window in config.json, the window is 4096; with null, there is no window,
-        and all layers have RoPE."""
+        """Read the sizes: without sliding_window in config.json, the window is 4096; with null, all
+        layers have RoPE and no window."""
         given, window = {"sliding_window": 4096} | dict(hf), hf.get("sliding_window", 4096)
-        if hf.get("layer_types") is None:  # else the pattern is a word such as LLLG
+        if hf.get("layer_types") is None:  # sliding_window_pattern may be a word such as LLLG
             every = get(hf, "sliding_window_pattern", int, None) or 4
             kinds = ("sliding_attention", "full_attention")
             layers = range(1, hf["num_hidden_layers"] + 1)
@@ -39,8 +39,7 @@ class Exaone4(RopeFamily):
         return fields | {"rope_layers": rope}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """If layers differ in RoPE, write layer_types, even if no sequence is longer than the
-        window."""
+        """Return config.json's fields, with layer_types if layers differ in RoPE."""
         fields = super().write_sizes(model)
         if model.rope_layers is None:
             return fields | {"sliding_window": None}

@@ -1,12 +1,13 @@
-"""Mixtures of experts: sizes, layers, matrices and names.
+"""Mixtures of experts: sizes, layers, matrices, and names of weights.
 
     logits = router @ x        a token's `active` experts are those with the largest logits
     out    = sum of weight * down @ (silu(gate @ x) * up @ x) over the active experts
              [+ sigmoid(shared_gate @ x) * the same of the shared expert, which may have no gate]
 
-Scores of experts are a softmax of the logits, or sigmoids. With sigmoids, each expert's constant is
-added to its score for the choice, not for the weight. If experts have groups, a token first chooses
-groups, by each group's largest score, or with sigmoids by the sum of its two largest scores.
+The score of an expert is a softmax of the logits, or a sigmoid. With sigmoids, a constant of each
+expert is added to the score for the choice of experts, but not for the weights. If experts have
+groups, a token first chooses groups: by the largest score in each group, or with sigmoids by the
+sum of the two largest scores.
 
 or with paired experts: experts and router have biases, and gate_up has the rows g0 u0 g1 u1 ...
 
@@ -15,7 +16,7 @@ or with paired experts: experts and router have biases, and gate_up has the rows
 
 or experts without gates, with the activation of the model's MLPs.
 
-The class of an architecture with experts has the base classes `WithExperts` and a dense family. C:
+The class of an architecture with experts inherits from `WithExperts` and from a dense family. C:
 hidden size, F: width of an expert, E: number of experts.
 """
 
@@ -30,44 +31,46 @@ from llmq.arch.halves import inner_norm, mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
-_MOST, _MOST_ACTIVE, _MOST_GROUPS = 512, 32, 32  # as in `ops/experts/route.py`
+_MOST, _MOST_ACTIVE, _MOST_GROUPS = 512, 32, 32  # limits in `ops/experts/route.py`
 _FUSED = {("experts_up", 2): "gate_up_proj", ("experts_up", 1): "up_proj"}
 _FUSED[("experts_down", 1)] = "down_proj"
-"""Parameters of all experts of a layer in transformers, by our name and number of modules."""
+"""Names in transformers of parameters that hold all experts of a layer, by our name and number of
+modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts of a model."""
+    """The sizes of a model's experts."""
 
     count: int
-    """E: number of experts in each layer that has any."""
+    """E: number of experts in each layer with experts."""
     active: int
-    """Number of experts that compute a token."""
+    """Number of experts that a token is sent to."""
     size: int | None = None
-    """F: width of each expert; None: the model's intermediate_size."""
+    """F: width of each expert; None: intermediate_size of the model."""
     shared_size: int | None = None
-    """Width of the shared expert, which every token meets; None: there is none."""
+    """Width of the shared expert, which computes every token; None if there is no shared expert."""
     renormalize: bool = False
-    """True: a token's weights are divided by their sum over the active experts. False: weights are
-    the experts' scores."""
+    """True if a token's weights are divided by their sum over the active experts. False if the
+    weights are the scores."""
     scale: float = 1.0
-    """Factor of the weights of the active experts."""
+    """Factor that multiplies the weights of the active experts."""
     groups: int = 1
-    """Number of groups of neighbouring experts."""
+    """Number of groups of adjacent experts."""
     active_groups: int = 1
-    """Number of groups that a token chooses, before it chooses experts of these groups."""
+    """Number of groups from which a token chooses its experts."""
     layers: tuple[bool, ...] | None = None
-    """True for each layer with experts, False for an MLP; None: all have experts."""
+    """True for each layer with experts, False for each layer with an MLP; None if all layers have
+    experts."""
     aux_loss: float = 0.0
-    """config.json's coefficient of the load-balancing loss."""
+    """Coefficient of the load-balancing loss in config.json."""
     alpha: float | None = None
-    """Factor of the gates in the sigmoid of paired experts; None: experts are not paired."""
+    """Factor of the gates inside the sigmoid of paired experts; None if experts are not paired."""
     limit: float | None = None
-    """Clamp of the inputs of paired experts' activation."""
+    """Bound at which the inputs of paired experts' activation are clamped."""
 
     def validate(self, num_layers: int) -> None:
-        """Raise ConfigError if sizes disagree."""
+        """Raise ConfigError if sizes contradict each other."""
         if not 0 < self.active <= min(self.count, _MOST_ACTIVE) or self.count > _MOST:
             raise ConfigError(
                 f"model experts: a token must meet 1 to {_MOST_ACTIVE} of at most {_MOST} experts, "
@@ -97,39 +100,40 @@ class Experts:
 
 
 class WithExperts(Architecture):
-    """An architecture some of whose layers have experts, in the place of the MLP."""
+    """An architecture in which some layers have experts in place of the MLP."""
 
     targets = (*Architecture.targets, "experts", "fused_experts")
     count_names: tuple[str, ...] = ("num_experts",)
-    """config.json's names of E. Any of them may be given; all are written."""
+    """Names of E in config.json. Reading accepts any of these names; writing writes all names."""
     own_size = True
-    """Experts have a width of their own, beside MLPs of other layers."""
+    """True if experts have another width than the MLPs of other layers."""
     renormalized = False
-    """Experts' weights are always renormalized; config.json has no field for this."""
+    """True if experts' weights are always renormalized, without a field in config.json."""
     shares = False
-    """There is a shared expert."""
+    """True if layers have a shared expert."""
     shared_gated = True
-    """The shared expert has a gate."""
+    """True if the shared expert's output is multiplied by a gate."""
     dense_first = False
-    """Layers without experts are the first ones, and a shared expert is as wide as some experts."""
+    """True if the first layers have MLPs, and the shared expert is as wide as several experts."""
     sigmoid = False
-    """Routers take sigmoids, and have a constant for each expert, which is loaded and never
+    """True if routers compute sigmoids, and add a constant per expert, which is loaded and never
     trained."""
     grouped = False
-    """config.json has groups of experts, and a factor of the experts' weights."""
+    """True if config.json has groups of experts and a factor of the experts' weights."""
     paired = False
-    """Experts are paired (see above), and stored transposed."""
+    """True if experts are paired, as the module's docstring explains, and stored transposed."""
     fused = False
-    """In files each matrix of a layer's experts is one parameter."""
+    """True if files store each matrix of all experts of a layer as one parameter."""
     stacked = False
-    """In files each matrix of a layer's experts is one tensor, named in expert_modules."""
+    """True if files store each matrix of all experts of a layer as one tensor, named in
+    expert_modules."""
     experts_at = "model.layers.{}.mlp.experts"
-    """Module of a layer's experts."""
+    """Name of the module that holds a layer's experts."""
     beside_mlp = False
-    """Experts stand beside the MLP, each with norms of its own in front and behind. The router has
-    a norm of its own, too, and each expert a trained factor."""
+    """True if a layer has experts beside its MLP, each with norms of input and output. The router
+    then also has a norm, and each expert a trained factor."""
     aux_loss = 0.001
-    """Default coefficient of the load-balancing loss."""
+    """Default of the load-balancing loss's coefficient."""
     expert_modules: Mapping[str, tuple[str, ...]] = {
         "router": ("model.layers.{}.mlp.gate",),
         "router_correction": ("model.layers.{}.mlp.gate",),
@@ -142,7 +146,7 @@ class WithExperts(Architecture):
         "shared_up": tuple(f"model.layers.{{}}.mlp.shared_expert.{x}_proj" for x in ("up", "gate")),
         "shared_down": ("model.layers.{}.mlp.shared_expert.down_proj",),
     }
-    """By parameter: the Hugging Face modules of a layer, or of an expert there."""
+    """By parameter, the Hugging Face modules in a layer or in an expert."""
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
         first, second = super().layers(model, layer)
@@ -152,8 +156,8 @@ class WithExperts(Architecture):
         return first, both
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """Fields that a model must have; sizes of experts are free, except those that the
-        architecture fixes."""
+        """Return fields that a model must have; sizes of experts are free, except for sizes that
+        the architecture fixes."""
         its = model.experts
         if its is None or (its.shared_size is not None) != self.shares:
             shared = "with" if self.shares else "without"
@@ -182,8 +186,8 @@ class WithExperts(Architecture):
         return super().read_sizes(hf) | {"experts": of_experts}
 
     def _read_groups(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields of Experts about groups. If a token chooses all groups, the model has no
-        groups."""
+        """Return the fields of Experts about groups of experts. If a token chooses all groups, the
+        model is read as one without groups."""
         if not self.grouped:
             return {}
         scale = get(hf, "routed_scaling_factor", float, 1.0)
@@ -222,10 +226,11 @@ class WithExperts(Architecture):
 
 
 def experts(config: Any, layer: int) -> HalfSpec:
-    """The half with a layer's experts, and the shared expert of width Fs. router: (E, C).
-    router_correction: (E,), added to sigmoids for the choice. shared_gate: (1, C). shared_up: (2Fs,
-    C), without gates (Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C), or (E, F, C).
-    experts_down: (E, C, F). Rows: up, then gate; in paired experts g0 u0 g1 u1 ..."""
+    """Return the declaration of a layer's experts, and of the shared expert of width Fs. router:
+    (E, C). router_correction: (E,), added to sigmoids for the choice of experts. shared_gate: (1,
+    C). shared_up: (2Fs, C), or (Fs, C) without gates. shared_down: (C, Fs). experts_up: (E, 2F, C),
+    or (E, F, C) without gates. experts_down: (E, C, F). Rows are ordered up, then gate; in paired
+    experts g0 u0 g1 u1 ..."""
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
     if config.arch.beside_mlp:
@@ -258,8 +263,8 @@ def experts(config: Any, layer: int) -> HalfSpec:
 
 
 def _beside(config: Any, layer: int, mlp: HalfSpec) -> HalfSpec:
-    """The half with MLP and experts side by side, whose output is the sum of both normed outputs.
-    ln2_mlp_post, ln2_experts, ln2_experts_post, router_norm: (C,). expert_scale: (E,)."""
+    """Return the declaration of an MLP with experts beside the MLP: both outputs are normed and
+    added. ln2_mlp_post, ln2_experts, ln2_experts_post, router_norm: (C,). expert_scale: (E,)."""
     own = experts(config, layer)
     up = replace(own["experts_up"], input="ln2_experts")
     modules = tuple(up if m.key == up.key else m for m in own.modules)
@@ -287,8 +292,8 @@ def _matrices(
     active: int = 1,
     targets: tuple[tuple[str, ...], ...] = (("experts",),) * 3,
 ) -> tuple[Matrix, Matrix]:
-    """The matrices KIND_up and KIND_down of `count` experts of width `size`; count None: of one
-    MLP. targets: names in --lora-targets of up, gate and down."""
+    """Return the matrices KIND_up and KIND_down of `count` experts of width `size`; count None: of
+    one MLP. targets: names in --lora-targets of the modules up, gate and down."""
     C, name, paired = config.hidden_size, kind.removesuffix("s"), config.arch.paired
     alone = paired or config.arch.fused
     outer, experts_ = () if count is None else (count,), range(count or 1)
@@ -339,7 +344,7 @@ def _router(config: Any, layer: int, key: str, rows: int) -> Module:
 
 
 def _of_router(config: Any, layer: int, key: str, tensor: str, rows: int) -> Module:
-    """A vector (rows,) of a router."""
+    """Return a router's vector (rows,)."""
     module = config.arch.expert_modules["router"][0].rpartition(".")[0].format(layer)
     part = Part(module=module, rows=rows)
     return Module(
@@ -365,8 +370,8 @@ def _parts(
     targets: tuple[tuple[str, ...], ...],
     experts_: range,
 ) -> tuple[Part, ...]:
-    """The parts of a weight: for each expert a module for each item of `targets`; or one module,
-    whose rows are the gate's, then up's."""
+    """Return the parts of a weight: for each expert one module per item of `targets`, or a single
+    module with the gate's rows before up's rows."""
     names = config.arch.expert_modules[key]
     if len(names) < len(targets):
         order = ((rows, 2 * rows), (0, rows))

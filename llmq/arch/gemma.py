@@ -1,4 +1,4 @@
-"""Gemma: Llama with GeGLU, scaled embeddings, and norms whose weights minus 1 are stored."""
+"""Gemma: Llama with GeGLU, scaled embeddings, and norms whose stored weights are smaller by 1."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ class Gemma(RopeFamily):
         return math.sqrt(hidden_size)
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """In older files hidden_activation names the activation, and hidden_act is ignored."""
+        """Read the sizes: in older files hidden_activation names the activation, and hidden_act is
+        ignored."""
         reject(hf, "hidden_activation", *self.hidden_acts, None)
         named = hf.get("hidden_activation") or hf.get("hidden_act", self.hidden_acts[0])
         return super().read_sizes({"tie_word_embeddings": True, **hf, "hidden_act": named})

@@ -1,5 +1,5 @@
-"""Gemma 2: Gemma 3 without norms of queries and keys, with soft caps, and windows in every other
-layer."""
+"""Gemma 2: like Gemma 3, but without norms of queries and keys, with soft caps, and with windows in
+every other layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Gemma2(Gemma3):
-    """Gemma 2. Attention's scores have a soft cap, which cuDNN does not compute."""
+    """Gemma 2: attention scores have a soft cap, which cuDNN does not compute."""
 
     name = "Gemma2ForCausalLM"
     classifier = "Gemma2ForSequenceClassification"
@@ -24,7 +24,7 @@ class Gemma2(Gemma3):
     rope_kinds = RopeFamily.rope_kinds
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Caps that config.json lacks have transformers' defaults."""
+        """Read the sizes; soft caps that config.json lacks have transformers' defaults."""
         reject(hf, "hidden_activation", "gelu_pytorch_tanh")
         reject(hf, "use_bidirectional_attention", False, None)
         given = {"tie_word_embeddings": True, "query_pre_attn_scalar": 256} | dict(hf)

@@ -1,4 +1,5 @@
-"""Gemma 3 (text): norms before and behind each half, GeGLU, scaled embeddings, windowed layers."""
+"""Gemma 3 (text): norms of the inputs and outputs of attention and MLP, GeGLU, scaled embeddings,
+windowed layers."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from llmq.base.errors import ConfigError
 
 
 class Gemma3(RopeFamily):
-    """Gemma 3. RoPE has another base in layers with a window. Files store the norms' weights minus
+    """Gemma 3: RoPE has another base in layers with a window. The norms' weights are stored minus
     1."""
 
     name = "Gemma3ForCausalLM"
@@ -52,7 +53,8 @@ class Gemma3(RopeFamily):
         return math.sqrt(hidden_size)
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Names, defaults, and RoPE parameters by kind of layer differ from RopeFamily's."""
+        """Read the sizes; names, defaults, and RoPE parameters by kind of layer differ from
+        RopeFamily."""
         reject(hf, "hidden_activation", "gelu_pytorch_tanh")
         reject(hf, "attn_logit_softcapping", None)
         reject(hf, "use_bidirectional_attention", False, None)

@@ -1,14 +1,12 @@
-"""Gemma 4 (text): layers without a window have other heads, and their keys may also be their
-values.
+"""Gemma 4 (text): layers without a window have other heads, and may use their keys as values.
 
-E2B and E4B are variants: the last layers read keys and values of earlier layers, and in each layer
-a third half adds a vector for each token, from a table beside the embedding. P: channels of the
-vector.
+E2B and E4B are variants: the last layers read keys and values of earlier layers, and every layer
+adds a vector per token, from a table beside the embedding. P: channels of this vector.
 
     inputs = norm(C^-1/2 * per_layer_in @ x) + P^1/2 * table[token]       x: the embedding
     stream += norm(2^-1/2 * out @ (gelu(gate @ stream) * inputs of the layer))
 
-26B-A4B is another variant: experts stand beside the MLP of each layer (`beside_mlp`).
+26B-A4B is another variant: each layer has experts beside its MLP (`beside_mlp`).
 """
 
 from collections.abc import Mapping
@@ -35,9 +33,9 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Gemma4(Gemma3):
-    """Gemma 4. Norms as in Gemma 3, but files store their weights unchanged, and values have norms,
-    too. Attention's scores have no factor. RoPE of layers without a window rotates a part of the
-    channels."""
+    """Gemma 4: norms are as in Gemma 3, but their weights are stored unchanged, and values have
+    norms, too. Attention scores have no factor. In layers without a window, RoPE rotates only a
+    part of the channels."""
 
     name = "Gemma4ForCausalLM"
     classifier = None
@@ -59,7 +57,7 @@ class Gemma4(Gemma3):
     )
     sliding_window = 512
     inputs_size = 256
-    """Default of P."""
+    """Default value of P."""
     rope_kinds = ("proportional",)
     modules = (
         RopeFamily.modules | norm_modules(Gemma3.norm_names) | {"ln1_scale": ("model.layers.{}",)}
@@ -67,23 +65,23 @@ class Gemma4(Gemma3):
     targets = (*Gemma3.targets, "per_layer_gate", "per_layer_projection")
 
     def of(self, model: Any) -> Architecture:
-        """The variant with per-layer vectors, or the variant with experts, if the model has
-        them."""
+        """Return the variant with per-layer vectors or the variant with experts, if the model has
+        either."""
         if model.experts is not None:
             return WITH_EXPERTS
         return self if model.per_layer_size is None else WITH_INPUTS
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields, and refuse parts that are not implemented."""
+        """Read the fields, and refuse features that are not implemented."""
         given = {**_DEFAULTS, "hidden_size_per_layer_input": self.inputs_size, **hf}
         reject(given, "hidden_activation", "gelu_pytorch_tanh")
-        reject(given, "use_bidirectional_attention", None, "vision")  # text is causal
+        reject(given, "use_bidirectional_attention", None, "vision")  # text has causal attention
         rope = given["rope_parameters"] or _DEFAULTS["rope_parameters"]
         local = get(rope, WINDOWED, dict)
         reject(local, "rope_type", "default")
         own = {"rope_parameters": get(rope, FULL, dict), "hidden_act": self.hidden_acts[0]}
         fields = RopeFamily.read_sizes(self, given | own)
-        windowed = (*fields["windowed_layers"][:-1], False)  # as in transformers
+        windowed = (*fields["windowed_layers"][:-1], False)  # the same as in transformers
         shared = get(given, "attention_k_eq_v", bool)
         of_full = _of_full_layers(given, windowed, shared)
         full_head_dim = get(of_full, "head_dim", int, None)
@@ -103,7 +101,7 @@ class Gemma4(Gemma3):
     def _read_experts(self, hf: Mapping[str, Any]) -> Experts | None:
         if not get(hf, "enable_moe_block", bool, False):
             return None
-        reject(hf, "hidden_size_per_layer_input", 0, None)  # not together
+        reject(hf, "hidden_size_per_layer_input", 0, None)  # not implemented together
         return Experts(
             count=size(hf, "num_experts"),
             active=size(hf, "top_k_experts"),
@@ -112,7 +110,7 @@ class Gemma4(Gemma3):
         )
 
     def _read_sharing(self, hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        """Read the number of last layers that share keys, and the width of per-layer vectors."""
+        """Read how many last layers share keys, and the width of per-layer vectors."""
         count = get(hf, "num_kv_shared_layers", int, None) or 0
         if not 0 <= count < layers:
             raise ConfigError(
@@ -132,7 +130,7 @@ class Gemma4(Gemma3):
         }
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """The last layer has no window."""
+        """Return fields that a model must have; the last layer has no window."""
         windowed = (model.windowed_layers or (True,) * model.num_layers)[:-1]
         last = {"windowed_layers": (*windowed, False), "attention_scale": 1.0}
         shared = model.shared_keys
@@ -141,7 +139,8 @@ class Gemma4(Gemma3):
         return super().fixed(model) | last
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """config.json's fields, with the heads of layers without a window in both spellings."""
+        """Return config.json's fields, with the heads of layers without a window in both
+        spellings."""
         fields, last = RopeFamily.write_sizes(self, model), model.heads_of(model.num_layers - 1)
         rope, local = fields.pop("rope_parameters"), {"rope_theta": model.local_rope_theta}
         for name in ("hidden_act", "rope_scaling", "rope_theta"):
@@ -166,7 +165,7 @@ class Gemma4(Gemma3):
 
 
 class _WithInputs(Gemma4):
-    """The variant whose layers have a third half, without a norm in front of it."""
+    """The variant whose layers add a vector per token, without a norm before this addition."""
 
     gguf = Gemma4.gguf
     norm_names: Mapping[str, str] = Gemma4.norm_names | {
@@ -182,8 +181,8 @@ class _WithInputs(Gemma4):
         return *super().layers(model, layer), _inputs_half(model, layer)
 
     def beside(self, model: Any) -> dict[str, tuple[Module, ...]]:
-        """Blocks per_layer_table: (Vp, L*P), and per_layer: per_layer_in (L*P, C), per_layer_norm
-        (P,)."""
+        """Return the blocks per_layer_table: (Vp, L*P), and per_layer: per_layer_in (L*P, C),
+        per_layer_norm (P,); Vp is the padded vocabulary, L the number of layers."""
         rows, P = model.num_layers * model.per_layer_size, model.per_layer_size
         return {
             "per_layer_table": (
@@ -233,7 +232,8 @@ def _whole(key: str, name: str, rows: int, shape: tuple[int, ...], kind: str) ->
 
 
 def _inputs_half(config: Any, layer: int) -> HalfSpec:
-    """The half that adds a layer's vectors. per_layer_gate: (P, C). per_layer_out: (C, P)."""
+    """Return the declaration of the computation that adds a layer's vectors. per_layer_gate: (P,
+    C). per_layer_out: (C, P)."""
     C, P, at = config.hidden_size, config.per_layer_size, f"model.layers.{layer}"
     gate = matrix(
         config, layer, "per_layer_gate", f"{at}.per_layer_gate", {"per_layer_gate": P}, C,
@@ -256,7 +256,7 @@ def _inputs_half(config: Any, layer: int) -> HalfSpec:
 
 
 class Gemma4Unified(Gemma4):
-    """The dense language model of Gemma 4 models in which images and sound share one embedding."""
+    """The dense language model inside Gemma 4 models that embed images and sound in one space."""
 
     gguf = Gemma4.gguf
     name = "Gemma4UnifiedForCausalLM"

@@ -1,7 +1,7 @@
 """GLM-4: RoPE rotates half of each head's channels, stored in pairs; gate and up are one matrix.
 
-GLM-4 of 2024 (`glm`) has norms in front of the halves of blocks, GLM-4 of 2025 (`glm4`) also
-behind them.
+GLM-4 of 2024 (`glm`) has norms of the inputs of attention and MLP; GLM-4 of 2025 (`glm4`) also has
+norms of the outputs.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from llmq.arch.rope_family import RopeFamily, norm_modules
 
 
 class Glm(RopeFamily):
-    """GLM-4 of 2024. Defaults: partial_rotary_factor 0.5, attention_bias true."""
+    """GLM-4 of 2024: partial_rotary_factor defaults to 0.5, and attention_bias to true."""
 
     name = "GlmForCausalLM"
     model_type = "glm"
@@ -34,7 +34,7 @@ class Glm(RopeFamily):
 
 
 class Glm4(Glm):
-    """GLM-4 of 2025: norms in front of each half and behind it."""
+    """GLM-4 of 2025: norms of the inputs and outputs of attention and MLP."""
 
     name = "Glm4ForCausalLM"
     model_type = "glm4"

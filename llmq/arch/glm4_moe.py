@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: experts chosen by sigmoids, and a shared expert, in all but the first layers."""
+"""GLM-4.5 to 4.7: experts chosen by sigmoids, with a shared expert, in all but the first layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from llmq.base.errors import ConfigError
 
 
 class Glm4Moe(WithExperts, RopeFamily):
-    """GLM-4.5: config.json says whether queries and keys have norms."""
+    """GLM-4.5: use_qk_norm in config.json says whether queries and keys have norms."""
 
     name = "Glm4MoeForCausalLM"
     classifier = None

@@ -1,4 +1,5 @@
-"""GPT-2: LayerNorm, learned positions, GELU, biases everywhere, matrices stored transposed."""
+"""GPT-2: LayerNorm, learned positions, GELU, and biases in all layers; matrices are stored
+transposed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +9,7 @@ from llmq.base.errors import ConfigError
 
 
 class Gpt2(Architecture):
-    """GPT-2: config.json has field names of its own; Conv1D layers store (in_features,
-    out_features)."""
+    """GPT-2: config.json has other field names; Conv1D layers store (in_features, out_features)."""
 
     name = "GPT2LMHeadModel"
     model_type = "gpt2"
@@ -79,6 +79,7 @@ class Gpt2(Architecture):
         }
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """Also fixes head size and number of key heads, for which config.json has no fields."""
+        """Return fields that a model must have, such as head size and number of key heads, which
+        config.json lacks."""
         heads = {"num_kv_heads": model.num_heads, "hidden_size": model.num_heads * model.head_dim}
         return super().fixed(model) | heads

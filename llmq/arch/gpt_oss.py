@@ -1,4 +1,5 @@
-"""gpt-oss: experts with biases in all layers, attention with sinks, every other layer windowed."""
+"""gpt-oss: experts with biases in all layers, attention with sinks, and windows in every other
+layer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,8 +12,8 @@ from llmq.arch.rope_scaling import FIRST
 
 
 class GptOss(WithExperts, RopeFamily):
-    """gpt-oss: in files each matrix of a layer's experts is one parameter; released files hold
-    4-bit codes."""
+    """gpt-oss: files store each matrix of all experts of a layer as one parameter; released files
+    hold 4-bit codes."""
 
     name = "GptOssForCausalLM"
     model_type = "gpt_oss"

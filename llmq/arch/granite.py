@@ -1,4 +1,4 @@
-"""Granite: Llama with factors of embeddings, attention's scores, residual branches and logits."""
+"""Granite: Llama with multipliers of embeddings, attention scores, residual branches and logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,8 @@ class Granite(RopeFamily):
     eos_token_id = 2
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """A factor that config.json lacks is 1, also the factor of attention's scores."""
+        """Read the sizes; each multiplier that config.json lacks is 1, also the multiplier of
+        attention scores."""
         factors = {name: get(hf, name, float, 1.0) for name in MULTIPLIERS}
         factors["attention_scale"] = get(hf, "attention_multiplier", float, 1.0)
         return super().read_sizes(hf) | factors

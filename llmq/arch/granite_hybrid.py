@@ -11,13 +11,13 @@ from llmq.arch.rope_family import FULL, RopeFamily
 from llmq.base.errors import ConfigError
 
 _SPACES, _ATTENTION = ("mamba", "linear_attention"), ("attention", FULL)
-"""Names in layer_types that are read; the first of each tuple is written."""
+"""Words that layer_types may have; the first word of each tuple is written."""
 _AT = "model.layers.{}"
 
 
 class GraniteHybrid(WithExperts, Granite):
-    """Models with and without experts. In models without experts, config.json gives the MLP's width
-    as the shared expert's."""
+    """Granite 4 models with experts and without. For models without experts, config.json gives the
+    MLP's width as the width of a shared expert."""
 
     name = "GraniteMoeHybridForCausalLM"
     model_type = "granitemoehybrid"
@@ -119,7 +119,8 @@ class GraniteHybrid(WithExperts, Granite):
 
 
 def kinds_of(hf: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """True for each layer with a state space; without layer_types all layers have one."""
+    """Return True for each layer with a state space; without layer_types all layers have state
+    spaces."""
     kinds = get(hf, "layer_types", list, None) or [_SPACES[0]] * count
     if len(kinds) != count or any(kind not in _SPACES + _ATTENTION for kind in kinds):
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Modules of a transformer, declared for an architecture: attention, MLP, embedding and head.
+"""Declarations of the modules that most architectures share: attention, MLP, embedding and head.
 
-Names at Hugging Face, positions of norms, and biases come from the `Architecture`. An architecture
-with other halves declares their HalfSpec itself, in `layers`. C: hidden size, F: width of the MLP.
-`config` is a ModelConfig.
+The `Architecture` gives the Hugging Face names, the positions of norms, and the biases. An
+architecture with other modules declares a HalfSpec for these modules in its method `layers`. C:
+hidden size, F: width of the MLP. `config` is a ModelConfig.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,12 @@ from llmq.arch.matrix import HalfSpec, Matrix, Module, Order, Part
 
 
 def attention(config: Any, layer: int) -> HalfSpec:
-    """Attention: the product of queries, keys and values, and the output product. qkv: the rows of
-    all query heads, key heads, value heads; with gated_attention a gate's rows behind those of each
-    query head. q_norm, k_norm, with qk_norm: (Hd,), or wide (Hq*Hd,) and (Hkv*Hd,). sinks: (Hq,),
-    if the architecture has sinks. Layers with keys_as_values have no rows of values in qkv. Layers
-    that share another layer's keys have only rows of queries, and no k_norm."""
+    """Return the declaration of attention: the product of queries, keys and values, and the output
+    product. qkv: the rows of all query heads, key heads and value heads; with gated_attention, a
+    gate's rows follow those of each query head. q_norm, k_norm: with qk_norm (Hd,), the channels of
+    a head; with wide_qk_norm (Hq*Hd,) and (Hkv*Hd,), for Hq query and Hkv key heads. sinks: (Hq,),
+    if the architecture has sinks. In layers with keys_as_values, qkv has no rows of values. In
+    layers that share another layer's keys, qkv has only rows of queries, and k_norm is missing."""
     C, heads = config.hidden_size, config.heads_of(layer)
     Hq, Hkv, Hd = heads
     at = f"model.layers.{layer}.self_attn"
@@ -74,8 +75,8 @@ def attention(config: Any, layer: int) -> HalfSpec:
 
 
 def _heads_in_pairs(config: Any, heads: int) -> Order:
-    """The order of heads' rows in files that store the two channels of each RoPE pair side by side:
-    channel i of a head's first half, then channel i of its second half."""
+    """Return the order of heads' rows in files that store RoPE pairs as neighbours: channel i of a
+    head's first half, then channel i of the second half."""
     Hd, turned = config.head_dim, config.rotary_dim
     order = []
     for first in range(0, heads * Hd, Hd):
@@ -86,15 +87,15 @@ def _heads_in_pairs(config: Any, heads: int) -> Order:
 
 
 def in_pairs(first: int, channels: int) -> list[tuple[int, int]]:
-    """The order of rows [first, first + channels) that are stored in RoPE pairs: d, d + channels/2,
-    d + 1, ..."""
+    """Return the order of rows [first, first + channels) stored in RoPE pairs: d, d + channels/2, d
+    + 1, ..."""
     half = channels // 2
     return [(i + j, i + j + 1) for i in range(first, first + half) for j in (0, half)]
 
 
 def mlp(config: Any, layer: int) -> HalfSpec:
-    """An MLP. up: (F, C), or with a gate (2F, C), the rows of up before the gate's. down: (C,
-    F)."""
+    """Return the declaration of an MLP. up: (F, C), or with a gate (2F, C), the rows of up before
+    the rows of the gate. down: (C, F)."""
     C, F, at = config.hidden_size, config.mlp_size(layer), f"model.layers.{layer}.mlp"
     up = matrix(
         config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if config.gated else {}), C,
@@ -118,7 +119,8 @@ def mlp(config: Any, layer: int) -> HalfSpec:
 
 
 def embedding(config: Any) -> tuple[Module, ...]:
-    """The modules embed: (Vp, C), and positions: (P, C), if positions are learned."""
+    """Return the modules embed: (Vp, C), with Vp the padded vocabulary, and, if positions are
+    learned, positions: (P, C)."""
     name = "model.embed_tokens"
     modules = [_table(config, "embed", name, config.vocab_size, target="embedding")]
     if config.positions == "learned":
@@ -128,8 +130,8 @@ def embedding(config: Any) -> tuple[Module, ...]:
 
 
 def head(config: Any) -> tuple[Module, ...]:
-    """The norms behind the last block, and the LM head or score head, unless the LM head is the
-    embedding."""
+    """Return the norms after the last block, and the LM head or score head, unless the LM head is
+    the embedding."""
     post = tuple(m for m in norms(config, "ln1", config.num_layers) if m.key != "ln1")
     post = post if config.arch.post_norm else ()
     layernorm = config.norm == "layernorm"
@@ -138,14 +140,15 @@ def head(config: Any) -> tuple[Module, ...]:
         return (*post, norm)
     sizes = (config.outputs, config.padded_outputs)
     own = _table(config, "lm_head", "lm_head", *sizes, target="head")
-    if config.num_labels:  # the score head takes the place of the LM head
+    if config.num_labels:  # a score head replaces the LM head
         own = replace(own, name="score", parts=(Part(module="score", rows=config.outputs),))
     return (*post, norm, own)
 
 
 def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
-    """The norms KEY_post, of the preceding half's output, and KEY, as far as the model has them. In
-    files ln1_post belongs to the preceding layer. layer: L for the norms of the head."""
+    """Return the norms KEY_post, of the preceding output, and KEY, of the next input, if the model
+    has such norms. In files, ln1_post belongs to the preceding layer. layer: the number of layers
+    for the norms of the head."""
     names, found = config.arch.norm_names, []
     for key_, of in ((f"{key}_post", layer - (key == "ln1")), (key, layer)):
         if key_ in names and of >= 0:
@@ -157,13 +160,13 @@ def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
 
 
 def inner_norm(config: Any, layer: int, key: str) -> Module:
-    """A norm inside a half: (C,)."""
+    """Return a norm (C,) inside attention, MLP or experts."""
     name = config.arch.modules[key][0].format(layer)
     return _norm(config, key, name, config.hidden_size, layer)
 
 
 def _layer_scale(config: Any, layer: int) -> Module:
-    """ln1_scale: (1,), the factor of the stream behind a layer."""
+    """Return the module ln1_scale: (1,), the factor of the residual stream after a layer."""
     part = Part(module=config.arch.modules["ln1_scale"][0].format(layer), rows=1)
     return Module(
         key="ln1_scale", name=part.module, tensor="layer_scalar", shape=(1,), parts=(part,),
@@ -189,8 +192,8 @@ def _norm(
 def _table(
     config: Any, key: str, name: str, rows: int, padded: int | None = None, target: str = ""
 ) -> Module:
-    """A table with a row of C channels for each token or position. target: the table's name in
-    --lora-targets."""
+    """Return a table with a row of C channels for each token or position. target: the table's name
+    in --lora-targets."""
     (module,) = config.arch.modules[key]
     return Module(
         key=key,
@@ -213,9 +216,9 @@ def matrix(
     order: Order = (),
     **declared: Any,
 ) -> Matrix:
-    """A matrix of a block. targets: number of rows by name in --lora-targets; each may be a module
-    at Hugging Face. gate_first: files store the second half of the rows first. order: as in
-    HfPart."""
+    """Return a matrix of a block. targets: number of rows by name in --lora-targets; each name may
+    be a Hugging Face module. gate_first: True if files store the second half of the rows first.
+    order: the field `order` of HfPart."""
     transposed = config.arch.transposed
     modules = config.arch.modules[key][: len(targets)]
     each = [((name,), n) for name, n in targets.items()]

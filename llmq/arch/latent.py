@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one short row per token makes the keys and values of all heads.
+"""Multi-head latent attention: a short row per token gives the keys and values of all heads.
 
     q         = q_b @ rmsnorm(q_a @ x), or q_proj @ x      a head: N channels, and P with RoPE
     c, k_rope = kv_a @ x                                   R channels, and P with RoPE
@@ -6,8 +6,8 @@
     out       = o @ attention(q, (k, k_rope), v)
 
 Generation caches only rmsnorm(c) and k_rope of each token, which all heads share. C: hidden size,
-H: number of heads. Rows of weights are in the order in which kernels read them, channels with RoPE
-first; a part's `order` says where Hugging Face stores each row.
+H: number of heads. Rows of weights are ordered as kernels read the rows, channels with RoPE first;
+the `order` of a part says where Hugging Face stores each row.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
 
 LATENT_TARGETS = ("q_a", "q_b", "kv_a", "kv_b")
-"""Names in --lora-targets of matrices that only latent attention has."""
+"""Names in --lora-targets of the matrices that only latent attention has."""
 LATENT_SIZES = {
     "query_rank": "q_lora_rank",
     "rank": "kv_lora_rank",
@@ -27,19 +27,19 @@ LATENT_SIZES = {
     "rotary": "qk_rope_head_dim",
     "values": "v_head_dim",
 }
-"""config.json's names of the sizes of latent attention."""
+"""Names in config.json of the sizes of latent attention."""
 NORM_EPS = 1e-6
-"""Epsilon of the norms of latents; rms_norm_eps of config.json is for the other norms."""
+"""Epsilon of the norms of latent rows; rms_norm_eps in config.json applies to all other norms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """The sizes of a model's latent attention."""
+    """Sizes of a model's latent attention."""
 
     query_rank: int | None
-    """Rq: channels of a token's latent for queries; None: queries are computed from x."""
+    """Rq: channels of a token's latent row for queries; None if queries are computed from x."""
     rank: int
-    """R: channels of a token's latent for keys and values."""
+    """R: channels of a token's latent row for keys and values."""
     plain: int
     """N: channels of a query or key head without RoPE."""
     rotary: int
@@ -54,11 +54,12 @@ class LatentAttention:
 
     @property
     def head_dim(self) -> int:
-        """Channels of each head in attention's kernels; zeros pad shorter heads."""
+        """Return the number of channels of a head in attention's kernels; zeros pad shorter
+        heads."""
         return max(self.keys, self.values)
 
     def scale(self, scaling: RopeScaling | None) -> float:
-        """The factor of attention's scores; mscale_all_dim of YaRN raises the factor."""
+        """Return the factor of attention scores, which mscale_all_dim of YaRN increases."""
         growth = 1.0 if scaling is None else scaling.mscale_growth
         return self.keys**-0.5 * growth**2
 
@@ -73,9 +74,9 @@ class LatentAttention:
 
 
 def latent_attention(config: Any, layer: int) -> HalfSpec:
-    """The latent attention of a layer. latents: (Rq + R + P, C); without a latent for queries (H (P
-    + N) + R + P, C). q_latent_norm: (Rq,). kv_latent_norm: (R,). q_b: (H (P + N), Rq). kv_b: (H N +
-    H V, R), rows of keys before rows of values. o: (C, H V)."""
+    """Return the declaration of a layer's latent attention. latents: (Rq + R + P, C); (H (P + N) +
+    R + P, C) if queries are computed from x. q_latent_norm: (Rq,). kv_latent_norm: (R,). q_b: (H (P
+    + N), Rq). kv_b: (H N + H V, R), rows of keys before rows of values. o: (C, H V)."""
     its, C, H = config.latent, config.hidden_size, config.num_heads
     at = f"model.layers.{layer}.self_attn"
     queries = Part(
@@ -116,7 +117,7 @@ def latent_attention(config: Any, layer: int) -> HalfSpec:
         activations=("latents", "q_latent", "kv_latent", "qkv", "att"),
         cached={"latent": (1, its.rank + its.rotary)},
         sizes={
-            "heads": heads._replace(channels=(its.keys + its.values) // 2),  # mean of both products
+            "heads": heads._replace(channels=(its.keys + its.values) // 2),  # mean of both
             "window": config.window_of(layer),
         },
     )
@@ -139,7 +140,8 @@ def _matrix(key: str, part: Part, columns: int, x: str) -> Matrix:
 
 
 def _of_queries(its: LatentAttention, heads: int) -> Order:
-    """The stored order of the queries' rows: each head's rows with RoPE come last, in pairs."""
+    """Return the stored order of the queries' rows: the rows with RoPE come last in each head, in
+    pairs."""
     order = []
     for first in range(0, heads * its.keys, its.keys):
         plain = first + its.rotary
@@ -148,7 +150,7 @@ def _of_queries(its: LatentAttention, heads: int) -> Order:
 
 
 def _of_keys(its: LatentAttention, heads: int) -> Order:
-    """The stored order of the rows of keys and values: head by head."""
+    """Return the stored order of the rows of keys and values: one head after another."""
     order, N, V = [], its.plain, its.values
     for head in range(heads):
         first = heads * N + head * V

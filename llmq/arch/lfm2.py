@@ -1,5 +1,5 @@
-"""LFM2: gated short convolutions in most layers; the others have attention with norms of queries
-and keys."""
+"""LFM2: gated short convolutions in most layers, and attention with norms of queries and keys in
+the others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _AT = "model.layers.{}"
 
 
 class Lfm2(RopeFamily):
-    """LFM2: config.json may give the MLP's width before the cut to two thirds and the rounding."""
+    """LFM2: if config.json says so, the MLP's width is two thirds of the given width, rounded."""
 
     name = "Lfm2ForCausalLM"
     classifier = None
@@ -71,7 +71,7 @@ class Lfm2(RopeFamily):
 
 
 def _width(hf: Mapping[str, Any]) -> int:
-    """The MLP's width, computed from config.json as in transformers."""
+    """Return the MLP's width, computed from config.json as in transformers."""
     width = size(hf, "block_ff_dim" if "block_ff_dim" in hf else "intermediate_size")
     if not get(hf, "block_auto_adjust_ff_dim", bool, True):
         return width
@@ -83,7 +83,7 @@ def _width(hf: Mapping[str, Any]) -> int:
 
 
 def _convolved(hf: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """True for each layer with a convolution; older files list the layers with attention."""
+    """Return True for each layer with a convolution; older files list the layers with attention."""
     kinds = get(hf, "layer_types", list, None)
     if kinds is None:
         attend = get(hf, "full_attn_idxs", list, None)

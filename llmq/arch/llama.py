@@ -1,5 +1,5 @@
-"""Llama 1 to 3: attention_bias and mlp_bias decide on biases. CWM is Llama with windows. Arcee is
-Llama with an MLP of two matrices and ReLU's square."""
+"""Llama 1 to 3; attention_bias and mlp_bias in config.json decide on biases. CWM is Llama with
+windows. Arcee is Llama with an MLP of two matrices and the square of ReLU."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily
 
 
 class Llama(RopeFamily):
-    """Llama: RopeFamily with biases if attention_bias and mlp_bias say so."""
+    """Llama: RopeFamily, with biases if attention_bias and mlp_bias are true."""
 
     name = "LlamaForCausalLM"
     model_type = "llama"
@@ -24,7 +24,7 @@ class Llama(RopeFamily):
 
 
 class Arcee(Llama):
-    """Arcee: an MLP without a gate, with ReLU's square."""
+    """Arcee: an MLP without a gate, whose activation is the square of ReLU."""
 
     name = "ArceeForCausalLM"
     model_type = "arcee"

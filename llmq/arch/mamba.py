@@ -1,13 +1,14 @@
-"""State spaces (Mamba-2) in the place of attention: their sizes, and the matrices of a layer.
+"""State spaces (Mamba-2), which replace attention in some layers: sizes and matrices.
 
     z, x, B, C, a = products of the input        x, B, C pass through a short convolution
     S = exp(-exp(a_log) step) * S + B (step * x)^T         a state of each head, 0 where a
     y = S^T C + skip * x                                   document begins
     out = out_proj @ rmsnorm(y * silu(z))        step = softplus(a + dt_bias)
 
-Mamba-2 is a delta net without the correction, with C, B and x as queries, keys and values. The
-heads of a group share C and B, and the norm is over the channels of a group. Rows of in_proj are in
-the order C, B, x, z, a. K: channels of all groups' C, or B. V: channels of all heads' x.
+Mamba-2 is a delta net that does not subtract S^T k from the value; C, B and x are the queries, keys
+and values. The heads of a group share C and B, and the norm runs over the channels of a group. Rows
+of in_proj are in the order C, B, x, z, a. K: channels of C of all groups, or of B. V: channels of x
+of all heads.
 """
 
 from collections.abc import Mapping
@@ -21,28 +22,29 @@ from llmq.arch.matrix import HalfSpec, Order
 from llmq.arch.mixers import vector
 
 MAMBA_TARGETS = ("mamba_in", "mamba_o")
-"""Names of a state space's matrices in --lora-targets."""
-NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # last: transformers 5
-"""Values of time_step_limit that do not limit."""
+"""Names in --lora-targets of a state space's matrices."""
+NO_LIMIT = (None, [0.0, inf], [0.0, {"__float__": "Infinity"}])  # last: as in transformers 5
+"""Values of time_step_limit that set no limit."""
 
 
 def mamba_modules(at: str) -> Mapping[str, tuple[str, ...]]:
-    """By matrix: its module at Hugging Face, for `Architecture.modules`. at: module name of a
-    layer's mixer."""
+    """Return the Hugging Face module of each matrix, for `Architecture.modules`. at: name of the
+    module that holds a layer's mixer."""
     return {"mamba_in": (f"{at}.in_proj",), "mamba_o": (f"{at}.out_proj",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba(DeltaNet):
-    """The state spaces of a model. key_heads: number of groups. key_dim: size of the state.
+    """Sizes of a model's state spaces. key_heads: number of groups. key_dim: rows of the state.
     value_heads: number of heads. value_dim: channels of a head."""
 
     conv_bias: bool
-    """The short convolution has a bias."""
+    """True if the short convolution has a bias."""
 
     def half(self, config: Any, layer: int) -> HalfSpec:
-        """The half with a state space. mamba_in: (2K + V + V + Hv, C), the rows of C, B, x, z and
-        a. conv: (2K + V, taps). a_log, dt_bias, skip: (Hv,). mamba_norm: (V,). mamba_o: (C, V)."""
+        """Return the declaration of a layer's state space. mamba_in: (2K + V + V + Hv, C), the rows
+        of C, B, x, z and a. conv: (2K + V, taps). a_log, dt_bias, skip: (Hv,). mamba_norm: (V,).
+        mamba_o: (C, V)."""
         C, V = config.hidden_size, self.values
         (module,) = config.arch.modules["mamba_in"]
         at, heads = module.format(layer).removesuffix(".in_proj"), (self.value_heads,)
@@ -75,12 +77,13 @@ class Mamba(DeltaNet):
             output="mamba_o",
             activations=("mamba_in", "mamba_conv", "mamba_state", "mamba_gated"),
             carried={"state": state, "before": (self.taps - 1, self.channels)},
-            # k (step x)^T, S^T q of each token.
+            # Multiplications and additions of k (step x)^T and S^T q for each token.
             flops=4 * self.value_heads * self.key_dim * self.value_dim,
         )
 
     def _stored(self, rest: tuple[int, ...]) -> Order:
-        """The stored order of our rows (C, B, *rest). rest: sizes of x, or of x, z and a."""
+        """Return the stored order of rows that llmq orders as C, B, *rest. rest: numbers of rows of
+        x, or of x, z and a."""
         K, ranges = self.key_heads * self.key_dim, []
         for rows in (K, K, *rest):
             first = ranges[-1][1] if ranges else 0

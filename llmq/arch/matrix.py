@@ -1,7 +1,8 @@
-"""Matrices and norms of a model's parts, each declared once.
+"""Declarations of a model's matrices and norms, from which all other code derives names and shapes.
 
-Weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed of light follow from
-these declarations. `Architecture.layers` returns the halves of each block, made in `halves.py`.
+The weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed of light follow
+from these declarations. `Architecture.layers` returns the halves of each block, such as attention
+and MLP; `halves.py` declares the common halves.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from math import prod
 from typing import Any
 
 Order = tuple[tuple[int, int], ...]
-"""Ranges [start, stop) of rows, in another order than the rows' own."""
+"""Ranges [start, stop) of rows, listed in a different order than the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfPart:
     """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
 
-    Rows are counted over all experts. transposed: stored (in_features, out_features), as in GPT-2's
-    Conv1D. order: ranges of our rows, within each expert, in stored order; (): our order. columns:
-    number of stored columns; later columns are zeros; None: all are stored. depthwise: stored
-    (rows, 1, columns), as in torch's Conv1d. experts: number of experts in the tensor (experts,
-    rows of one, columns), transposed (experts, columns, rows of one), or of vectors (experts, rows
-    of one); 0: the tensor has no axis of experts. by_rank: the layout of adapters of experts, (rows
-    of one, columns * experts).
+    Rows are counted over all experts of the parameter. transposed: stored (in_features,
+    out_features), as in GPT-2's Conv1D. order: ranges of our rows, within each expert, in the order
+    of the file; (): the file has our order. columns: number of stored columns; further columns are
+    zeros; None: all columns are stored. depthwise: stored (rows, 1, columns), as in torch's Conv1d.
+    experts: number of experts in the tensor (experts, rows of one, columns), transposed (experts,
+    columns, rows of one), or of vectors (experts, rows of one); 0: the tensor has no axis of
+    experts. by_rank: True for adapters of experts, which are stored as (rows of one, columns *
+    experts).
     """
 
     name: str
@@ -40,15 +42,15 @@ class HfPart:
     by_rank: bool = False
 
     def rows_of(self, rows: slice) -> Any:
-        """The index into `as_stored` for these rows of the stored array; with experts, for these
-        experts."""
+        """Return the index into `as_stored` for these rows of the stored array; with experts, for
+        these experts."""
         if not self.order:
             return rows
         order = [row for start, stop in self.order for row in range(start, stop)]
         return (rows, order) if self.experts and not self.by_rank else order[rows]
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The stored ranges of our rows [start, stop) of the part, in our order."""
+        """Return the stored ranges of rows [start, stop) of the part, in our order."""
         if not self.order:
             return [(start, stop)]
         count = (self.stop - self.start) // max(self.experts, 1)
@@ -63,14 +65,14 @@ class HfPart:
         return found
 
     def stored(self, values: Any) -> Any:
-        """Our rows in the layout of the stored array."""
+        """Return our rows in the layout of the stored array."""
         values = self.as_stored(values)
         values = values[self.rows_of(slice(None))]
         return values.reshape(len(values), -1) if self.by_rank else values
 
     def as_stored(self, values: Any) -> Any:
-        """View of our values with the axes of the stored array, rows still in our order; by_rank:
-        columns and experts are separate axes."""
+        """Return a view of our values with the axes of the stored array and with rows in our order;
+        by_rank gives separate axes for columns and experts."""
         values = values if self.columns is None else values[:, : self.columns]
         if self.experts:
             each = values.reshape(self.experts, -1, *values.shape[1:])
@@ -83,10 +85,10 @@ class HfPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The rows of a weight that are one module at Hugging Face. module: the module's name. targets:
-    names in --lora-targets; the module has an adapter if all are chosen. transposed, order,
-    depthwise: see HfPart. experts: if not 0, `module` is the name of a parameter with this number
-    of experts."""
+    """The rows of a weight that form one Hugging Face module. module: the module's name. targets:
+    names in --lora-targets; the module has an adapter if all of these names are chosen. transposed,
+    order, depthwise: the fields of HfPart. experts: if not 0, `module` names a parameter with this
+    number of experts."""
 
     module: str
     rows: int
@@ -97,14 +99,14 @@ class Part:
     experts: int = 0
 
     def tensor(self, name: str) -> str:
-        """Name of the module's weight, bias, or another tensor."""
+        """Return the name of the module's tensor `name`, such as "weight" or "bias"."""
         if not self.experts:
             return f"{self.module}.{name}"
         return self.module if name == "weight" else f"{self.module}_{name}"
 
     def hf(self, tensor: str, start: int = 0) -> HfPart:
-        """The HfPart for the part's weight or bias. tensor: "weight" or "bias". start: the part's
-        first row in the parameter."""
+        """Return the HfPart for the part's weight or bias. tensor: "weight" or "bias". start: the
+        part's first row in the parameter."""
         return HfPart(
             name=self.tensor(tensor),
             start=start,
@@ -118,16 +120,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A weight of a model and its bias, if it has one.
+    """A weight of a model, and the weight's bias if there is one.
 
-    key: the weight's name in its block; the bias is KEY_bias. Shapes may differ between layers.
-    name: the module's name in checkpoints. shape: (features,), (out, in), or (experts, out, in),
-    with padded rows. parts: the rows of each Hugging Face module, in order. kind: for the
-    optimizer: "matrix", "embedding", "router", "norm", "vector", "conv" (a few weights for each
-    channel), or "constant" (F32, with the gradient zero); norms, vectors and constants do not
-    decay. initial: "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one", "zero" or
-    "log_uniform" (log of a number from 0.01 to 16). tensor: the weight's name in each Hugging Face
-    module.
+    key: the weight's name in its block; the bias is KEY_bias. name: the module's name in
+    checkpoints. shape: (features,), (out, in), or (experts, out, in), with padded rows. parts: the
+    rows that belong to each Hugging Face module, in order. kind: the kind that the optimizer sees:
+    "matrix", "embedding", "router", "norm", "vector", "conv" (a few weights per channel) or
+    "constant" (F32, never trained); norms, vectors and constants do not decay. initial: "normal",
+    "residual" (normal, scaled by 1/sqrt(2L)), "one", "zero" or "log_uniform" (log of a number from
+    0.01 to 16). tensor: the weight's name in each Hugging Face module.
     """
 
     key: str
@@ -141,26 +142,27 @@ class Module:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that the weight, its bias and its adapters have, or would have."""
+        """Return the keys of the weight, of its bias and of its adapters, whether or not these
+        exist."""
         return (self.key, *(f"{self.key}_{what}" for what in ("bias", "a", "b")))
 
     @property
     def spans(self) -> list[tuple[Part, int, int]]:
-        """The parts, each with its rows [start, stop)."""
+        """Return the parts, each with its rows [start, stop)."""
         stops = accumulate(part.rows for part in self.parts)
         return [(p, stop - p.rows, stop) for p, stop in zip(self.parts, stops, strict=True)]
 
     def hf(self, tensor: str) -> tuple[HfPart, ...]:
-        """The HfParts of the weight or of the bias. tensor: "weight" or "bias"."""
+        """Return the HfParts of the weight or of the bias. tensor: "weight" or "bias"."""
         return tuple(part.hf(tensor, start) for part, start, _ in self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix(Module):
-    """A matrix that multiplies the activations of a half of a block. input: name of the multiplied
-    activation, gradient: name of the output's gradient; each has an fp8 scale. active: number of
-    experts per token. fused: transformers' parameter of all experts, which files may hold instead
-    of the parts, and which adapters may adapt."""
+    """A matrix of a block, which multiplies activations. input: name of the activation that the
+    matrix multiplies; gradient: name of the output's gradient; each has an fp8 scale. active:
+    number of experts that compute a token. fused: transformers' parameter of all experts, which
+    files may hold instead of the parts, and to which adapters may be added."""
 
     kind: str = "matrix"
     input: str
@@ -170,30 +172,31 @@ class Matrix(Module):
 
     @property
     def of_experts(self) -> bool:
-        """True if each of several experts has such a matrix."""
+        """Return True if each of several experts has such a matrix."""
         return len(self.shape) == 3
 
     @property
     def used(self) -> int:
-        """Number of elements that are multiplied for each token."""
+        """Return the number of elements that are multiplied for each token."""
         return self.active * prod(self.shape[-2:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSpec:
-    """A half of a block, between a norm and the residual stream. kind: class in llmq/model/halves.
-    name: the half's output is NAME_branch, the output's gradient is d_NAME. norm: key of the norm
-    in front, also the name of the half's input. norms: modules of the norms between the half before
-    and this one. modules: other modules, in the order of the weight table. output: key of the
-    matrix whose product is the half's output; None: the output is no product. activations: names of
-    tensors for backward, in order of computation. made_again: activations that are never kept,
-    because the kernel of their gradient computes them. coded: activations and gradients that
+    """A half of a block, such as attention or MLP: the computation from a norm to the addition to
+    the residual stream. kind: name of the class in llmq/model/halves. name: the output is called
+    NAME_branch, and the output's gradient d_NAME. norm: key of the norm of the input, also the name
+    of the input. norms: modules of the norms between the preceding half and this half. modules:
+    other modules, in the order of the weight table. output: key of the matrix whose product is the
+    half's output; None if the output is not a product. activations: names of the tensors that
+    backward reads, in order of computation. made_again: activations that are never kept, because
+    the kernel of their gradient recomputes the values. coded: activations and gradients that
     products may write as fp8 codes (--mlp-dtype). cached: by name, shapes of tensors that
-    generation keeps of each token; carried: by name, shapes of F32 states that generation keeps of
-    each text; reads: the earlier layer whose cached tensors this layer reads; None: its own. parts:
-    the halves, side by side, that this half consists of. factor: factor of the output's product.
-    sizes: further sizes and switches that this kind needs. flops: operations per token in forward,
-    beside matrices and attention.
+    generation keeps for each token; carried: by name, shapes of F32 states that generation keeps
+    for each text; reads: the earlier layer whose cached tensors this layer reads, or None. parts:
+    halves that are computed side by side and form this half. factor: multiplier of the output's
+    product. sizes: further sizes and switches that this kind of half needs. flops: floating-point
+    operations per token in forward, without matrices and attention.
     """
 
     kind: str
@@ -222,20 +225,21 @@ class HalfSpec:
 
     @property
     def pre_norm(self) -> bool:
-        """A norm stands between the stream and the half."""
+        """Return True if a norm stands between the residual stream and the half."""
         return any(norm.key == self.norm for norm in self.norms)
 
     @property
     def computed(self) -> tuple[str, ...]:
-        """Names of the half's activations in order of computation, from input to output."""
+        """Return the names of the half's activations in order of computation, from input to
+        output."""
         return (self.norm, *self.activations, f"{self.name}_branch")
 
     @property
     def backward_order(self) -> Iterator[str]:
-        """Gradients in the order in which they are computed: names d_NAME of activations'
-        gradients, and keys of parameters."""
+        """Yield gradients in order of computation: names d_NAME for activations, and keys for
+        parameters."""
         yield f"d_{self.name}"
-        inner: list[Module] = []  # norms and the like behind a matrix
+        inner: list[Module] = []  # norms and vectors after a matrix
         for module in reversed(self.modules):
             if not isinstance(module, Matrix):
                 inner.insert(0, module)
@@ -247,12 +251,14 @@ class HalfSpec:
 
 
 def halves_inputs(halves: tuple[HalfSpec, ...]) -> tuple[str, ...]:
-    """Names of the activations that a block's matrices multiply, in order of computation."""
+    """Return the names of the activations that a block's matrices multiply, in order of
+    computation."""
     return tuple(dict.fromkeys(m.input for half in halves for m in half.matrices))
 
 
 def halves_gradients(halves: tuple[HalfSpec, ...]) -> tuple[str, ...]:
-    """Names of the gradients of the matrices' and the halves' outputs, in order of computation."""
+    """Return the names of the gradients of the outputs of matrices and halves, in order of
+    computation."""
     found: list[str] = []
     for half in reversed(halves):
         found += [f"d_{half.name}", *(m.gradient for m in reversed(half.matrices))]

@@ -1,5 +1,5 @@
-"""MiniMax-M2: experts chosen by sigmoids in all layers, norms of all query channels and all key
-channels of a token."""
+"""MiniMax-M2: experts chosen by sigmoids in all layers; one norm of all query channels of a token,
+and one of all key channels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _AT = "model.layers.{}.block_sparse_moe"
 
 
 class MiniMaxM2(WithExperts, RopeFamily):
-    """The weights of the active experts always have the sum 1."""
+    """MiniMax-M2: the weights of a token's active experts always have the sum 1."""
 
     name = "MiniMaxM2ForCausalLM"
     classifier = None
@@ -37,7 +37,8 @@ class MiniMaxM2(WithExperts, RopeFamily):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Released files give the number of rotated channels instead of partial_rotary_factor."""
+        """Read the sizes; released files give the number of rotated channels instead of
+        partial_rotary_factor."""
         reject(hf, "scoring_func", "sigmoid")
         reject(hf, "use_routing_bias", True)
         reject(hf, "shared_intermediate_size", 0, None)

@@ -1,6 +1,6 @@
-"""Mistral: Llama without biases, with a window in all layers. Ministral 3 has no window.
+"""Mistral: Llama without biases and with a window in all layers. Ministral 3 has no window.
 
-Mixtral is Mistral with experts in all layers, mostly without a window.
+Mixtral is Mistral with experts in all layers, and mostly without windows.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from llmq.arch.rope_scaling import FIRST
 
 
 class Mistral(RopeFamily):
-    """Mistral. The default of sliding_window is 4096."""
+    """Mistral: sliding_window defaults to 4096."""
 
     name = "MistralForCausalLM"
     model_type = "mistral"
@@ -30,7 +30,7 @@ class Mistral(RopeFamily):
 
 
 class Ministral(Mistral):
-    """Ministral. layer_types lists layers without a window; without the field all layers have the
+    """Ministral: layer_types lists layers without a window; without the field all layers have the
     window."""
 
     name = "MinistralForCausalLM"
@@ -73,7 +73,7 @@ class Ministral3(Mistral):
         return super().read_sizes(given) | {"query_growth": get(rope, _GROWTH, float, None)}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Write the two numbers that transformers requires."""
+        """Return config.json's fields, with two numbers that transformers requires."""
         fields, growth = super().write_sizes(model), {_GROWTH: model.query_growth or 0.0}
         fields["rope_parameters"] = (
             {FIRST: model.max_positions} | fields["rope_parameters"] | growth
@@ -87,7 +87,7 @@ _AT = "model.layers.{}.block_sparse_moe"
 
 
 class Mixtral(WithExperts, Mistral):
-    """Mixtral: weights of the active experts always have the sum 1."""
+    """Mixtral: the weights of a token's active experts always have the sum 1."""
 
     name = "MixtralForCausalLM"
     model_type = "mixtral"
@@ -106,6 +106,6 @@ class Mixtral(WithExperts, Mistral):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Router noise is rejected."""
+        """Read the sizes; router noise is rejected."""
         reject(hf, "router_jitter_noise", 0, None)
         return super().read_sizes({"rope_theta": 1e6, **hf})

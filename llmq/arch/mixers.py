@@ -1,4 +1,4 @@
-"""Halves that layers have in the place of attention, with a short convolution of their inputs."""
+"""Token mixers, which replace attention in some layers and begin with a short convolution."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +9,20 @@ from llmq.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixers:
-    """The token mixers of one kind that some layers of a model have. A kind is a subclass."""
+    """The mixers of one kind, such as delta nets, in some layers of a model. Each kind of mixer is
+    a subclass."""
 
     taps: int
-    """Tokens that the short convolution sees, the newest one included."""
+    """Number of tokens that the short convolution sees, including the current token."""
     layers: tuple[bool, ...]
-    """True for each layer with a mixer, False for attention."""
+    """True for each layer with a mixer, False for each layer with attention."""
 
     def half(self, config: Any, layer: int) -> HalfSpec:
-        """The mixer of a layer. config: a ModelConfig."""
+        """Return the declaration of a layer's mixer. config: a ModelConfig."""
         raise NotImplementedError
 
     def validate(self, num_layers: int) -> None:
-        """Raise ConfigError if sizes disagree."""
+        """Raise ConfigError if sizes contradict each other."""
         if not 2 <= self.taps <= 16:
             raise ConfigError(f"model mixers: taps must be between 2 and 16, got {self.taps}")
         if len(self.layers) != num_layers:
@@ -41,8 +42,8 @@ def vector(
     order: Order = (),
     bias: bool = False,
 ) -> Module:
-    """A mixer's weight that is no matrix, with its bias if there is one: one module at Hugging
-    Face. order: as in HfPart."""
+    """Return a mixer's weight that is not a matrix, with its bias if there is one, stored as one
+    Hugging Face module. order: the field `order` of HfPart."""
     part = Part(module=module, rows=shape[0], depthwise=kind == "conv", order=order)
     return Module(
         key=key, name=module, shape=shape, parts=(part,), kind=kind, initial=initial,

@@ -1,4 +1,4 @@
-"""ModelConfig: one description of a model for every architecture."""
+"""ModelConfig, which describes the model of any architecture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from llmq.arch.rope_scaling import RopeScaling, longest_sequence
 from llmq.base.errors import ConfigError
 
 VOCAB_PADDING = 64
-"""Rows of embedding and logits are padded to a multiple of this, which keeps products aligned."""
+"""The numbers of rows of embedding and logits are padded to a multiple of 64, which keeps products
+aligned."""
 
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
@@ -26,14 +27,15 @@ _SIZES = (
 ).split()
 
 BY_LAYER = ("windowed_layers", "rope_layers", "mlp_layers")
-"""Fields of ModelConfig with a value for each layer; Experts and Mixers have such fields, too."""
+"""Fields of ModelConfig with one value per layer; Experts and Mixers have such fields, too."""
 
 _MAX_SIZE = 2**31 - 1  # ids and positions are int32
 _LARGEST = {"num_layers": 1 << 16, "head_dim": 1 << 16}
 
 
 class Heads(NamedTuple):
-    """Heads of attention in a layer: query heads, key and value heads, and channels of each."""
+    """The attention heads of a layer: numbers of query heads and of key and value heads, and
+    channels per head."""
 
     query: int
     kv: int
@@ -41,8 +43,9 @@ class Heads(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """RoPE of a layer. theta: base of the frequencies. scaling: stretching of the frequencies.
-    length: factor of cos and sin. channels: number of rotated channels of a head."""
+    """The rotary embedding (RoPE) of a layer. theta: base of the frequencies. scaling: how the
+    frequencies are stretched. length: factor of cos and sin. channels: number of rotated channels
+    of a head."""
 
     theta: float
     scaling: RopeScaling | None
@@ -52,117 +55,122 @@ class Rope(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and constants of one model. Letters in the field docs name dimensions in the code."""
+    """The sizes and constants of one model. Letters in the glosses of fields are the names of
+    dimensions in the code."""
 
     architecture: str
     """Hugging Face class name, a key of ARCHITECTURES."""
     vocab_size: int
-    """V: number of token ids."""
+    """V: number of token ids in the vocabulary."""
     hidden_size: int
     """C: channels of the residual stream."""
     intermediate_size: int
     """F: width of the MLP."""
     experts: Experts | None = None
-    """The experts that layers have in the place of the MLP; None: no layer has any."""
+    """The experts that replace the MLP in layers; None if no layer has experts."""
     num_layers: int
-    """L: transformer blocks."""
+    """L: number of transformer blocks."""
     num_heads: int
-    """Hq: query heads."""
+    """Hq: number of query heads."""
     num_kv_heads: int
-    """Hkv: key and value heads, divides Hq."""
+    """Hkv: number of key heads, and also of value heads; divides Hq."""
     head_dim: int
-    """Hd: channels of one head."""
+    """Hd: channels of one attention head."""
     full_kv_heads: int | None = None
     """Hkv of layers without a window; None: num_kv_heads."""
     full_head_dim: int | None = None
     """Hd of layers without a window; None: head_dim."""
     shared_keys: tuple[bool, ...] | None = None
-    """True for each layer that reads the keys and values of layer `keys_of`; None: no layer
+    """True for each layer that reads the keys and values of layer `keys_of`; None if no layer
     does."""
     wide_mlp: bool = False
-    """The MLP of layers that share keys has twice the width."""
+    """True if the MLP of layers that share keys has twice the width."""
     per_layer_size: int | None = None
-    """Channels of the vector that each layer adds for every token, made from the embedding and
-    another table; None: there are no such vectors."""
+    """Channels of the vector that each layer adds for every token, computed from the embedding and
+    another table; None if layers add no vectors."""
     keys_as_values: bool = False
-    """In layers without a window, the keys before norm and RoPE are also the values."""
+    """True if, in layers without a window, the keys before norm and RoPE are also the values."""
     mixers: Mixers | None = None
-    """The delta nets, state spaces or short convolutions that layers have in the place of
-    attention; None: there are none."""
+    """The delta nets, state spaces or short convolutions that replace attention in layers; None if
+    all layers have attention."""
     mlp_layers: tuple[bool, ...] | None = None
-    """True for each layer that is an MLP or experts alone, False for attention or a mixer alone;
-    None: each layer has two halves."""
+    """True for each layer that is only an MLP or experts, False for each layer that is only
+    attention or a mixer; None if every layer has both."""
     latent: LatentAttention | None = None
-    """The latent attention that all layers have in the place of attention; None: there is none."""
+    """The latent attention that replaces attention in all layers; None if layers have ordinary
+    attention."""
     max_positions: int
-    """Longest sequence in tokens."""
+    """Length of the longest sequence, in tokens."""
     sliding_window: int | None = None
-    """Number of positions that a token sees, itself included, less than `longest`; None: all."""
+    """Number of positions that a token attends to, its own included, less than `longest`; None: all
+    positions."""
     windowed_layers: tuple[bool, ...] | None = None
-    """True for each layer with the sliding window; None: all layers."""
+    """True for each layer with the sliding window; None: all layers have the window."""
     rope_layers: tuple[bool, ...] | None = None
-    """True for each layer with RoPE; None: all layers, if positions are RoPE."""
+    """True for each layer with RoPE; None: all layers have RoPE if `positions` is 'rope'."""
     norm: str
-    """'rmsnorm' or 'layernorm'."""
+    """Kind of norms: 'rmsnorm' or 'layernorm'."""
     norm_eps: float
-    """Added to the mean square (or variance) before the root."""
+    """Number added to the mean square (or variance) before the root."""
     activation: str
-    """'swiglu', 'geglu', 'gelu', or 'relu2', ReLU's square; GELU by its tanh approximation."""
+    """Activation of the MLP: 'swiglu', 'geglu', 'gelu', or 'relu2', the square of ReLU; GELU is its
+    tanh approximation."""
     positions: str
-    """'rope' or 'learned'."""
+    """Kind of positions: 'rope' or 'learned'."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies; None: they are not stretched."""
+    """How the rotary frequencies are stretched; None: not stretched."""
     query_growth: float | None = None
-    """Queries at position p are multiplied by 1 + query_growth * log(1 + p // P), P: rope_scaling's
-    original_max_positions; None: no factor."""
+    """Queries at position p are multiplied by 1 + query_growth * log(1 + p // P), P being
+    original_max_positions of rope_scaling; None: no factor."""
     partial_rotary_factor: float = 1.0
-    """Share of a head's channels that are rotated; the first channels are."""
+    """Share of a head's channels that are rotated, counted from the first channel."""
     local_rope_theta: float | None = None
-    """Base of the rotary frequencies, not stretched, of layers with a window; None: as in other
-    layers."""
+    """Base of the rotary frequencies, never stretched, of layers with a window; None: the same as
+    in other layers."""
     attention_scale: float | None = None
-    """Factor of attention's scores; None: 1 / sqrt(Hd)."""
+    """Factor of attention scores; None: 1 / sqrt(Hd)."""
     attention_softcap: float | None = None
-    """A whole number: each score becomes softcap * tanh(score / softcap); None: no cap."""
+    """An integer: each attention score becomes softcap * tanh(score / softcap); None: no cap."""
     embedding_multiplier: float = 1.0
     """Factor of the embedding's rows."""
     residual_multiplier: float = 1.0
-    """Factor of each half's output, in the product of its last matrix."""
+    """Factor of the output of attention and MLP, applied in the product of the last matrix."""
     logits_scaling: float = 1.0
-    """Logits are divided by it, before a soft cap."""
+    """Number by which logits are divided, before a soft cap."""
     logit_softcap: float | None = None
     """Each logit becomes softcap * tanh(logit / softcap); None: no cap."""
     qk_norm: bool
-    """RMSNorm of queries and keys before RoPE, for each head, or as arch.wide_qk_norm says."""
+    """True if RMSNorm is applied to queries and keys before RoPE, for each head, or as
+    arch.wide_qk_norm says."""
     qkv_bias: bool
-    """Bias on the query, key and value projections."""
+    """True if query, key and value projections have biases."""
     o_bias: bool
-    """Bias on the attention's output projection."""
+    """True if attention's output projection has a bias."""
     mlp_bias: bool
-    """Bias on the MLP's projections."""
+    """True if the MLP's projections have biases."""
     tied_embeddings: bool
-    """The LM head is the embedding matrix."""
+    """True if the LM head is the embedding matrix."""
     num_labels: int = 0
-    """Rows of the score head that stands in place of the LM head; 0: there is none."""
+    """Number of rows of the score head that replaces the LM head; 0 if there is no score head."""
     bos_token_id: int | None = None
-    """Id that begins a sequence."""
+    """Token id that begins a sequence."""
     eos_token_id: int | None = None
-    """Id that ends a document; if the model has several, the first."""
+    """Token id that ends a document; the first id if the model has several."""
     other_eos_token_ids: tuple[int, ...] = ()
-    """Further ids that end a sequence."""
+    """Further token ids that end a sequence."""
     pad_token_id: int | None = None
-    """Id of padding."""
+    """Token id of padding."""
     new_tokens: tuple[int, int] | None = None
-    """Ids [first, stop) added to a trained model. Their rows can be trained beside adapters. None:
-    no new ids."""
+    """Token ids [first, stop) added to a trained model; the rows of new ids can be trained beside
+    adapters. None: no new ids."""
     initializer_range: float = 0.02
     """Standard deviation of freshly initialized matrices."""
 
     @property
     def arch(self) -> Architecture:
-        """The architecture: constants of the family, and names of weights."""
+        """Return the architecture: the constants of the family, and the names of weights."""
         return architecture(self.architecture).of(self)
 
     def halves(self, layer: int) -> tuple[HalfSpec, ...]:
@@ -173,18 +181,19 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """The MLP has a gate: its up projection has 2F rows, the second F are the gate's."""
+        """Return True if the MLP has a gate: the up projection has 2F rows, and the last F rows are
+        the gate's."""
         return self.activation in ("swiglu", "geglu")
 
     @property
     def embedding_scale(self) -> float:
-        """The factor of the embedding's rows; ops round it to their format."""
+        """Return the factor of the embedding's rows, which operations round to the rows' dtype."""
         return self.embedding_multiplier * self.arch.embedding_scale(self.hidden_size)
 
     @property
     def padding_row(self) -> int | None:
-        """Row of the embedding without a gradient, torch's padding_idx: pad_token_id, counted from
-        the end if negative; None: no such row."""
+        """Return the row of the embedding that gets no gradient, like torch's padding_idx:
+        pad_token_id, counted from the end if negative. None if there is no such row."""
         pad, vocab = self.pad_token_id, self.vocab_size
         if pad is None or not self.arch.pads_embedding or not -vocab <= pad < vocab:
             return None
@@ -195,17 +204,18 @@ class ModelConfig:
         return self._rotary(self.head_dim)
 
     def _rotary(self, channels: int) -> int:
-        """Number of rotated channels of a head."""
+        """Return the number of rotated channels of a head."""
         its = self.latent
         return int(channels * self.partial_rotary_factor) if its is None else its.rotary
 
     @property
     def longest(self) -> int:
-        """Length in tokens of the longest sequence whose positions the model knows."""
+        """Return the length in tokens of the longest sequence whose positions the model knows."""
         return longest_sequence(self.rope_scaling, self.max_positions)
 
     def windowed(self, layer: int) -> bool:
-        """True if the layer has the window, if the model has one."""
+        """Return True if the layer has the model's window; the value has no meaning in a model
+        without a window."""
         return self.windowed_layers is None or self.windowed_layers[layer]
 
     def heads_of(self, layer: int) -> Heads:
@@ -216,11 +226,12 @@ class ModelConfig:
 
     @property
     def every_heads(self) -> tuple[Heads, ...]:
-        """The different `Heads` of all layers."""
+        """Return the distinct `Heads` of all layers."""
         return tuple(dict.fromkeys(map(self.heads_of, range(self.num_layers))))
 
     def values_of(self, layer: int) -> int:
-        """Number of value heads that a layer computes itself; 0: its keys are its values."""
+        """Return the number of value heads that a layer computes; 0 if the layer's keys are its
+        values."""
         shared = self.keys_as_values and not self.windowed(layer)
         return 0 if shared else self.heads_of(layer).kv
 
@@ -228,21 +239,21 @@ class ModelConfig:
         return self.shared_keys is not None and self.shared_keys[layer]
 
     def keys_of(self, layer: int) -> int | None:
-        """The layer that computes the keys and values of this layer: itself, or the last earlier
-        layer that computes its own and has a window if and only if this one has. None: there is no
-        such layer."""
+        """Return the layer that computes this layer's keys and values: the layer itself, or the
+        last earlier layer that computes keys and has a window if and only if this layer has a
+        window. None if there is no such layer."""
         if not self.shares_keys(layer):
             return layer
         alike = [i for i in range(layer) if self.windowed(i) == self.windowed(layer)]
         return next((i for i in reversed(alike) if not self.shares_keys(i)), None)
 
     def mlp_size(self, layer: int) -> int:
-        """F of a layer's MLP."""
+        """Return F, the width of a layer's MLP."""
         wide = self.wide_mlp and self.shares_keys(layer)
         return self.intermediate_size * (2 if wide else 1)
 
     def rope_of(self, layer: int) -> Rope | None:
-        """Rotary frequencies of a layer; None without RoPE."""
+        """Return the rotary embedding of a layer; None if the layer has no RoPE."""
         if self.positions != "rope" or not (self.rope_layers or [True] * (layer + 1))[layer]:
             return None
         channels = self._rotary(self.heads_of(layer).channels)
@@ -254,12 +265,13 @@ class ModelConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Vp: rows of the embedding and of the LM head in memory."""
+        """Return Vp, the number of rows of the embedding and of the LM head in memory."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
     @property
     def outputs(self) -> int:
-        """Logits behind each token: one for each id, or for each label of a score head."""
+        """Return the number of outputs for each token: one logit per token id, or one score per
+        label."""
         return self.num_labels or self.vocab_size
 
     @property
@@ -267,11 +279,12 @@ class ModelConfig:
         return -(-self.outputs // VOCAB_PADDING) * VOCAB_PADDING
 
     def window_of(self, layer: int) -> int | None:
-        """Number of positions that a token sees in a layer, itself included; None: all."""
+        """Return the number of positions that a token attends to in a layer, its own included;
+        None: all positions."""
         return self.sliding_window if self.windowed(layer) else None
 
     def has_experts(self, layer: int) -> bool:
-        """True if the layer has experts in the place of the MLP."""
+        """Return True if the layer has experts in place of the MLP."""
         its = self.experts
         return its is not None and (its.layers is None or its.layers[layer])
 
@@ -280,7 +293,7 @@ class ModelConfig:
         return self.experts.size or self.intermediate_size
 
     def has_mixer(self, layer: int) -> bool:
-        """True if the layer has one of `mixers` in the place of attention."""
+        """Return True if the layer has a mixer in place of attention."""
         return self.mixers is not None and self.mixers.layers[layer]
 
     @property
@@ -289,13 +302,13 @@ class ModelConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a sequence, eos_token_id first."""
+        """Return all token ids that end a sequence, eos_token_id first."""
         return (
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
 
     def ending_at(self, ids: Iterable[int]) -> ModelConfig:
-        """A copy with more ids that end a sequence, as far as the vocabulary has them."""
+        """Return a copy in which these ids also end a sequence, if the vocabulary has the ids."""
         known = dict.fromkeys(self.eos_token_ids)
         known |= {i: None for i in ids if type(i) is int and 0 <= i < self.vocab_size}
         first, *others = known or [None]
@@ -303,7 +316,7 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> dict[int, int]:
-        """By the first layer of each kind: the number of layers of this kind. Kinds differ in
+        """Return the number of layers of each kind, by the first layer of the kind. Kinds differ in
         window, RoPE, experts, mixers, heads, keys of another layer, or an MLP alone."""
         layers = range(self.num_layers)
         kinds = [
@@ -317,9 +330,9 @@ class ModelConfig:
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
-        """A copy with a layer like each of these layers, which may repeat."""
+        """Return a copy that consists of these layers, which may repeat."""
         layers, experts, mixers, shared = tuple(layers), self.experts, self.mixers, self.shared_keys
-        if shared is not None:  # only if an earlier layer in the copy has keys
+        if shared is not None:  # only if an earlier layer of the copy has keys
             before = [{self.windowed(i) for i in layers[:n]} for n in range(len(layers))]
             both = zip(layers, before, strict=True)
             shared = tuple(shared[i] and self.windowed(i) in kinds for i, kinds in both)
@@ -335,8 +348,8 @@ class ModelConfig:
         return replace(self, num_layers=len(layers), **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
-        """A copy without special tokens outside the vocabulary: defaults may come from a larger
-        vocabulary."""
+        """Return a copy without special tokens outside of the vocabulary: defaults may come from a
+        larger vocabulary."""
 
         def own(token: int | None) -> int | None:
             return token if token is not None and 0 <= token < self.vocab_size else None
@@ -351,15 +364,15 @@ class ModelConfig:
         )
 
     def validate(self) -> ModelConfig:
-        """Return self; ConfigError if sizes contradict, or the architecture cannot express the
-        model."""
+        """Return self; raise ConfigError if sizes contradict each other, or the architecture cannot
+        express the model."""
         for name in _SIZES:
             value, largest = getattr(self, name), _LARGEST.get(name, _MAX_SIZE)
             if not 0 < value <= largest:
                 raise ConfigError(f"model {name}: must be positive and at most {largest}: {value}")
         for name, most in (("norm_eps", 1.0), ("initializer_range", 1e3)):
             value = getattr(self, name)
-            if not 0 <= value <= most:  # nor is NaN
+            if not 0 <= value <= most:  # also false for NaN
                 raise ConfigError(f"model {name}: must be between 0 and {most:g}, got {value}")
         if self.num_labels and (self.tied_embeddings or self.arch.classifier is None):
             raise ConfigError(f"model num_labels: {self.architecture} has no score head")
@@ -442,14 +455,15 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """Read a parsed config.json of transformers 4 or 5; ConfigError names a field at fault."""
+        """Read a parsed config.json of transformers 4 or 5; a ConfigError names the wrong field."""
         try:
             return cls(**read_fields(hf)).validate()
-        except (TypeError, AttributeError, KeyError) as error:  # values have other types
+        except (TypeError, AttributeError, KeyError) as error:  # values of other types
             raise ConfigError(f"config.json has a value of the wrong type ({error})") from error
 
     def to_hf(self, dtype: str = "bf16") -> dict[str, Any]:
-        """config.json for weights stored as dtype ('bf16', 'fp32'), for transformers 4 and 5."""
+        """Return config.json for weights stored as dtype ('bf16', 'fp32'), for transformers 4 and
+        5."""
         return self.arch.write(self.without_foreign_tokens(), dtype)
 
 

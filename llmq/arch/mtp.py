@@ -1,10 +1,12 @@
-"""Heads for multi-token prediction (MTP): one block that guesses the token after the next one.
+"""Heads for multi-token prediction (MTP): one transformer block that predicts the token after the
+next token.
 
     x = fc [norm(embedding of the next token) | norm(output of the trunk's final norm)]
     x -> a block -> norm -> the trunk's LM head
 
-Embedding and LM head are the trunk's. `block_config` describes the block as a model of one layer;
-an architecture only declares the names of the tensors in files.
+An MTP head shares the embedding and the LM head of the trunk, the model's other blocks.
+`block_config` describes the block as a model of one layer; an architecture declares only the names
+of the tensors in files.
 """
 
 from dataclasses import replace
@@ -13,12 +15,12 @@ from typing import Any, NamedTuple
 from llmq.arch.matrix import Matrix, Module, Part
 
 MTP = "mtp"
-"""Name of the head as a block of the weight table, as a slab, and in --train."""
+"""Name of the head as a block of the weight table, as a slab, and as a value of --train."""
 
 
 class MtpNames(NamedTuple):
-    """Modules of an MTP head in files; {} stands for the number of the trunk's layers. layer: the
-    prefix of the block's modules."""
+    """Names of an MTP head's modules in files; {} stands for the number of the trunk's layers.
+    layer: prefix of the names of the block's modules."""
 
     layer: str
     fc: str
@@ -34,18 +36,20 @@ BEHIND = MtpNames(
     *(f"model.layers.{{}}{end}" for end in ("", ".eh_proj", ".enorm", ".hnorm")),
     "model.layers.{}.shared_head.norm",
 )
-"""Names of a head stored as one more layer behind the trunk's, as in files of DeepSeek and GLM."""
+"""Names of a head that files of DeepSeek and GLM store as one more layer after the trunk's
+layers."""
 
 
 def block_config(config: Any) -> Any:
-    """The ModelConfig of one layer whose block and final norm the head has. config: the trunk's
-    ModelConfig."""
+    """Return the ModelConfig of a model whose only layer and final norm are those of the head.
+    config: the ModelConfig of the trunk."""
     experts = None if config.experts is None else replace(config.experts, layers=None)
     return replace(config, num_layers=1, mixers=None, experts=experts)
 
 
 def mtp_modules(config: Any) -> tuple[Module, ...]:
-    """The modules of an MTP head: the block's, `fc` (C, 2C), and three norms (C,)."""
+    """Return the modules of an MTP head: the modules of its block, `fc` (C, 2C), and three norms
+    (C,), for C channels."""
     names = MtpNames(*(name.format(config.num_layers) for name in config.arch.mtp))
     own, C = block_config(config), config.hidden_size
     (of_model,) = (m for m in config.arch.head(config) if m.key == "norm")
@@ -68,7 +72,7 @@ def mtp_modules(config: Any) -> tuple[Module, ...]:
 
 
 def _renamed(module: Module, layer: str) -> Module:
-    """A module of layer 0 under its names in an MTP head's files."""
+    """Return a module of layer 0 with the names that it has in files as part of an MTP head."""
 
     def own(name: str) -> str:
         return name.replace("model.layers.0", layer, 1)

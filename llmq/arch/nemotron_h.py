@@ -1,4 +1,5 @@
-"""Nemotron-H and Nemotron 3: each layer is a state space, attention, an MLP or experts alone."""
+"""Nemotron-H and Nemotron 3: each layer is only a state space, only attention, only an MLP, or only
+experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +13,15 @@ from llmq.base.errors import ConfigError
 
 _AT = "model.layers.{}.mixer"
 _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-"""Kinds of layers in layers_block_type, and in the older hybrid_override_pattern."""
+"""Kinds of layers in layers_block_type, with their letters in the older hybrid_override_pattern."""
 _NAMES = {
     "hidden_act": "mlp_hidden_act",
     "rms_norm_eps": "layer_norm_epsilon",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
-"""Field names of other families, each with this family's name."""
+"""Names of config.json fields in other families, each with this family's name."""
 _FOREIGN = "rope_theta rope_scaling rope_parameters decoder_sparse_step mlp_only_layers".split()
-"""Fields of other families that are not written."""
+"""Fields of other families, which are not written."""
 _DEFAULTS = {
     "num_key_value_heads": 8, "max_position_embeddings": 4096, "mlp_hidden_act": "relu2",
     "layer_norm_epsilon": 1e-5, "norm_topk_prob": True, "moe_intermediate_size": 7688,
@@ -28,12 +29,12 @@ _DEFAULTS = {
     "ssm_state_size": 128, "n_groups": 8, "mamba_num_heads": 128, "mamba_head_dim": 64,
     "conv_kernel": 4, "use_conv_bias": True,
 }  # fmt: skip
-"""transformers' defaults of fields that config.json may lack."""
+"""Defaults in transformers of fields that config.json may lack."""
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class NemotronH(WithExperts, RopeFamily):
-    """Attention has no positions, and experts have no gates."""
+    """Nemotron-H: attention has no positions, and experts have no gates."""
 
     name = "NemotronHForCausalLM"
     classifier = None
@@ -68,7 +69,7 @@ class NemotronH(WithExperts, RopeFamily):
     }
     gguf = GgufKind("nemotron_h", heads=True)
     file_prefix = "backbone."
-    # PEFT has no adapters of mamba_o, whose weight fused kernels read.
+    # PEFT adds no adapters to mamba_o, because fused kernels read its weight.
     targets = ("q", "k", "v", "o", "up", "down", "mamba_in", "experts", "fused_experts")
     experts_at = f"{_AT}.experts"
     expert_modules: Mapping[str, tuple[str, ...]] = {
@@ -81,11 +82,11 @@ class NemotronH(WithExperts, RopeFamily):
     }
 
     def of(self, model: Any) -> Architecture:
-        """The variant with experts, if the model has experts."""
+        """Return the variant with experts if the model has experts."""
         return self if model.experts is None else WITH_EXPERTS
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        """A layer's only half: attention, a mixer, an MLP or experts."""
+        """Return the only half of a layer: attention, a mixer, an MLP or experts."""
         return (super().layers(model, layer)[model.mlp_layers[layer]],)
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class NemotronH(WithExperts, RopeFamily):
 
 
 class _WithExperts(NemotronH):
-    """The variant with experts, which has another name in GGUF files."""
+    """The variant with experts, which has a different name in GGUF files."""
 
     gguf = GgufKind("nemotron_h_moe", heads=True, routers=True)
 
@@ -157,7 +158,7 @@ WITH_EXPERTS = _WithExperts()
 
 
 def _kinds(hf: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, by its name in layers_block_type."""
+    """Return the kind of each layer, named as in layers_block_type."""
     kinds = hf.get("layers_block_type")
     if kinds is None:
         letters = {letter: kind for kind, letter in _KINDS.items()}

@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms of the output of each half of a block, of all query channels and all key
-channels of a token.
+"""OLMo 2 and 3: norms of the outputs of attention and MLP, and norms over all query channels and
+over all key channels of a token.
 
 OLMoE has experts in all layers, and the same norms of queries and keys.
 """
@@ -13,7 +13,7 @@ from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, norm_modules
 
 
 class _Olmo(RopeFamily):
-    """Fields that OLMo 2 and OLMoE share."""
+    """The fields that OLMo 2 and OLMoE share."""
 
     qk_norm = True
     wide_qk_norm = True
@@ -26,7 +26,7 @@ class _Olmo(RopeFamily):
 
 
 class Olmo2(_Olmo):
-    """OLMo 2: norms only behind the halves of blocks."""
+    """OLMo 2: norms only of the outputs of attention and MLP."""
 
     name = "Olmo2ForCausalLM"
     model_type = "olmo2"
@@ -40,8 +40,7 @@ class Olmo2(_Olmo):
 
 
 class Olmo3(Olmo2):
-    """OLMo 3: three of four layers have a window; RoPE is scaled only in layers without a
-    window."""
+    """OLMo 3: three of four layers have a window; RoPE is scaled only in the other layers."""
 
     name = "Olmo3ForCausalLM"
     model_type = "olmo3"
@@ -53,8 +52,8 @@ class Olmo3(Olmo2):
     full_every = 4
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """rope_parameters may be given by kind of layer; rope_scaling is for layers without a
-        window."""
+        """Read the sizes: rope_parameters may be given by kind of layer; rope_scaling applies to
+        layers without a window."""
         rope = get(hf, "rope_parameters", dict, None) or {}
         local = get(rope, WINDOWED, dict, None) or {}
         reject(local, "rope_type", "default")
@@ -73,7 +72,7 @@ class Olmo3(Olmo2):
 
 
 class Olmoe(WithExperts, _Olmo):
-    """Norms stand before the halves of blocks, unlike OLMo 2's."""
+    """OLMoE: norms of the inputs of attention and experts, unlike OLMo 2."""
 
     name = "OlmoeForCausalLM"
     classifier = None
@@ -84,6 +83,6 @@ class Olmoe(WithExperts, _Olmo):
     aux_loss = 0.01
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Queries, keys and values are not clipped."""
+        """Read the sizes; clipping of queries, keys and values is rejected."""
         reject(hf, "clip_qkv", None)
         return super().read_sizes(hf)

@@ -1,4 +1,5 @@
-"""Phi-3: Llama whose files hold queries, keys and values in one matrix, and gate and up in one."""
+"""Phi-3: Llama whose files hold queries, keys and values in one matrix, and gate and up in
+another."""
 
 from typing import Any
 
@@ -8,7 +9,7 @@ from llmq.arch.rope_scaling import FIRST
 
 
 class Phi3(RopeFamily):
-    """Phi-3: no biases; all layers have the window."""
+    """Phi-3: no biases, and the window in all layers."""
 
     name = "Phi3ForCausalLM"
     model_type = "phi3"
@@ -29,7 +30,8 @@ class Phi3(RopeFamily):
     gate_first = True
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """config.json's fields, with the window, and the sequence length before RoPE scaling."""
+        """Return config.json's fields, with the window, and with the sequence length before RoPE
+        scaling."""
         scaling = model.rope_scaling
         first = {FIRST: (scaling and scaling.original_max_positions) or model.max_positions}
         return super().write_sizes(model) | first | {"sliding_window": model.sliding_window}

@@ -13,8 +13,8 @@ from llmq.base.errors import ConfigError
 
 
 class Qwen2(RopeFamily):
-    """With use_sliding_window, layers from max_window_layers on have the window, or layer_types
-    names the layers."""
+    """Qwen2: if use_sliding_window is true, layers from max_window_layers on have the window,
+    unless layer_types lists the layers."""
 
     name = "Qwen2ForCausalLM"
     model_type = "qwen2"
@@ -25,10 +25,10 @@ class Qwen2(RopeFamily):
     own_tokenizer_class = "Qwen2Tokenizer"
     sliding_window = 4096
     max_window_layers = 28
-    """Default of config.json's max_window_layers."""
+    """Default of max_window_layers in config.json."""
 
     def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The window, and the layers that have the window; see the family's."""
+        """Return the window, and the layers with the window."""
         used, num_layers = get(hf, "use_sliding_window", bool, None), size(hf, "num_hidden_layers")
         window = get(hf, "sliding_window", int, None)
         window = window if "sliding_window" in hf else self.sliding_window
@@ -50,12 +50,12 @@ class Qwen2(RopeFamily):
         return {"sliding_window": window, "windowed_layers": None if all(layers) else layers}
 
     def has_window(self, layer: int, max_window_layers: int) -> bool:
-        """True if the layer has the window in a config.json without layer_types."""
+        """Return True if the layer has the window in a config.json without layer_types."""
         return layer >= max_window_layers
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """config.json's fields; a window's layers are written as transformers 4 reads them (first
-        layer), and as layer_types."""
+        """Return config.json's fields; the layers with a window are written as transformers 4 reads
+        them (first layer), and as layer_types."""
         windowed = [model.window_of(layer) is not None for layer in range(model.num_layers)]
         windows = {
             "use_sliding_window": any(windowed),
@@ -81,8 +81,8 @@ class Qwen2Moe(WithExperts, Qwen2):
         return super().read_sizes(hf)
 
     def has_window(self, layer: int, max_window_layers: int) -> bool:
-        """True for every other layer below max_window_layers: transformers 5 changed Qwen2's
-        rule."""
+        """Return True for every other layer below max_window_layers, because transformers 5 changed
+        the rule of Qwen2."""
         return layer % 2 == 0 and layer < max_window_layers
 
     def write_sizes(self, model: Any) -> dict[str, Any]:

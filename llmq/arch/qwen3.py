@@ -1,7 +1,7 @@
-"""Qwen3: RMSNorm on query and key heads, whose size config.json gives; attention_bias decides on
+"""Qwen3: RMSNorm of query and key heads, whose size config.json gives; attention_bias decides on
 biases.
 
-Qwen3-MoE has experts in the place of the MLP, in all layers or in some.
+Qwen3-MoE has experts in place of the MLP, in all layers or in some.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from llmq.arch.qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):
-    """Qwen3: config.json's fields about windows are Qwen2's."""
+    """Qwen3: config.json has the same fields about windows as Qwen2."""
 
     name = "Qwen3ForCausalLM"
     model_type = "qwen3"
@@ -26,7 +26,7 @@ class Qwen3(Qwen2):
 
 
 class Qwen3Moe(WithExperts, Qwen3):
-    """Qwen3-MoE. transformers 5 writes the number of experts under Mixtral's name, and reads both
+    """Qwen3-MoE: transformers 5 writes the number of experts under Mixtral's name, and reads both
     names. As in transformers, all layers have the window, whatever layer_types and
     max_window_layers say."""
 

@@ -1,6 +1,6 @@
-"""Qwen3.5 (text): three of four layers are gated delta nets, the others gated attention.
+"""Qwen3.5 (text): three of four layers have gated delta nets, the others gated attention.
 
-Models whose names have an A have experts in all layers.
+Models with an A in their name, such as 35B-A3B, have experts in all layers.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ _SIZES = {
     "value_dim": ("linear_value_head_dim", 128),
     "taps": ("linear_conv_kernel_dim", 4),
 }
-"""By field of DeltaNet: the name in config.json, and the default."""
+"""By field of DeltaNet, the field's name in config.json and its default."""
 
 
 class Qwen35(RopeFamily):
-    """Qwen3.5. Files store the norms' weights minus 1, except for norms behind delta nets. RoPE
-    rotates a quarter of each head. Positions have three axes for images; in text the three are
+    """Qwen3.5: the norms' weights are stored minus 1, except for norms after delta nets. RoPE
+    rotates a quarter of each head. Positions have three axes for images; in text the three axes are
     equal."""
 
     name = "Qwen3_5ForCausalLM"
@@ -79,7 +79,7 @@ class Qwen35(RopeFamily):
 
 
 def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """True for each layer with a delta net, from layer_types, or the older
+    """Return True for each layer with a delta net, from layer_types or from the older
     full_attention_interval."""
     kinds = get(hf, "layer_types", list, None)
     if kinds is None:
@@ -94,8 +94,8 @@ def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 class Qwen35Moe(WithExperts, Qwen35):
-    """Qwen3.5-MoE. Released files hold each matrix of a layer's experts as one parameter. No layer
-    has an MLP; intermediate_size is the experts' width."""
+    """Qwen3.5-MoE: released files store each matrix of all experts of a layer as one parameter. No
+    layer has an MLP; intermediate_size is the width of the experts."""
 
     name = "Qwen3_5MoeForCausalLM"
     classifier = None
@@ -122,7 +122,7 @@ class Qwen35Moe(WithExperts, Qwen35):
     shares = True
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the experts' width as intermediate_size."""
+        """Read the sizes, with the experts' width as intermediate_size."""
         return super().read_sizes({**hf, "intermediate_size": size(hf, "moe_intermediate_size")})
 
     def write_sizes(self, model: Any) -> dict[str, Any]:

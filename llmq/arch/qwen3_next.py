@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5's attention and delta nets, and experts in all layers or in some."""
+"""Qwen3-Next: attention and delta nets of Qwen3.5, and experts in all layers or in some."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ _AT = "model.layers.{}.linear_attn.in_proj_{}"
 
 
 class Qwen3Next(WithExperts, Qwen35):
-    """Qwen3-Next: a delta net's input product is two modules, whose rows are stored by key head."""
+    """Qwen3-Next: the input product of a delta net is two modules, with rows stored by key head."""
 
     name = "Qwen3NextForCausalLM"
     classifier = "Qwen3NextForSequenceClassification"
@@ -35,13 +35,13 @@ class Qwen3Next(WithExperts, Qwen35):
         return first, second
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights of experts are renormalized unless the config says otherwise."""
+        """Read the sizes; experts' weights are renormalized unless config.json says otherwise."""
         return super().read_sizes({"norm_topk_prob": True} | {**hf})
 
 
 def _joint_parts(net: DeltaNet, layer: int) -> tuple[Part, ...]:
-    """The two parts of delta_in: one with the rows of q, k, v, z of each key head in turn, one with
-    the rows of b, a."""
+    """Return the two parts of delta_in: the rows of q, k, v and z, one key head after another, and
+    the rows of b and a."""
     keys, each = net.key_heads * net.key_dim, net.value_heads
     rows = {"qkvz": (keys, keys, net.values, net.values), "ba": (each, each)}
     targets = {"qkvz": ("delta_qkv", "delta_z"), "ba": ("delta_b", "delta_a")}

@@ -1,4 +1,5 @@
-"""Llama and its relatives, which differ in biases, windows and a norm: sizes, RoPE, names."""
+"""Llama and similar families, which differ in biases, windows and norms: sizes, RoPE, names of
+weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,31 +9,33 @@ from llmq.arch.rope_scaling import FIRST, KINDS, longest_sequence, read_scaling
 from llmq.base.errors import ConfigError
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
-"""config.json's layer_types."""
+"""Words in layer_types of config.json."""
 
 
 class RopeFamily(Architecture):
-    """Llama and its relatives: RMSNorm, rotary positions, SwiGLU, and Llama's names of weights."""
+    """Llama and similar families: RMSNorm, rotary positions, SwiGLU, and Llama's names of
+    weights."""
 
     kv_heads_may_lack = False
-    """True: num_key_value_heads is optional, and by default num_attention_heads."""
+    """True if num_key_value_heads is optional; the default is then num_attention_heads."""
     norm_eps = 1e-6
-    """Default of rms_norm_eps."""
+    """Default value of rms_norm_eps."""
     windowed = False
-    """All layers have config.json's sliding_window."""
+    """True if all layers have the sliding_window of config.json."""
     sliding_window: int | None = None
-    """Default of sliding_window."""
+    """Default value of sliding_window."""
     full_every: int | None = None
-    """In a config.json without layer_types, every full_every-th layer has full attention. None: all
+    """Without layer_types in config.json, every full_every-th layer has full attention. None if all
     layers are alike."""
     older_windows: str | None = None
-    """Name of the field with full_every in files that are older than layer_types."""
+    """Name of the field that gives full_every in files older than layer_types."""
     rope_kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "proportional")
-    """Supported kinds of RoPE scaling."""
+    """Kinds of RoPE scaling that transformers implements for this family."""
     partial_rotary = False
-    """True: partial_rotary_factor, the share of a head's channels that are rotated, is read."""
+    """True if config.json may give partial_rotary_factor, the share of a head's channels that are
+    rotated."""
     hidden_acts: tuple[str, ...] = ("silu", "swish")
-    """Names of the activation in config.json's hidden_act; the first one is written."""
+    """Names of the activation in hidden_act of config.json; the first name is written."""
     modules: Mapping[str, tuple[str, ...]] = {
         "embed": ("model.embed_tokens",),
         "ln1": ("model.layers.{}.input_layernorm",),
@@ -82,10 +85,10 @@ class RopeFamily(Architecture):
         }
 
     def read_windows(self, hf: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """The fields for attention's window, and for the layers with the window; a window of
-        `longest` or more is none.
+        """Return the fields for attention's window and for the layers with the window; a window of
+        `longest` or more tokens counts as no window.
 
-        longest: tokens of the longest sequence.
+        longest: length of the longest sequence, in tokens.
         """
         layers = {}
         if self.full_every is not None:
@@ -107,7 +110,7 @@ class RopeFamily(Architecture):
         return {"sliding_window": window if shorter else None, **layers}
 
     def layers_by_type(self, hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
-        """True for each layer with a window, from layer_types; None without the field."""
+        """Return True for each layer with a window, from layer_types; None without the field."""
         kinds, num_layers = get(hf, "layer_types", list, None), size(hf, "num_hidden_layers")
         if kinds is None:
             return None
@@ -119,7 +122,8 @@ class RopeFamily(Architecture):
         return tuple(kind == WINDOWED for kind in kinds)
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """RoPE scaling must be of a kind that transformers implements for this architecture."""
+        """Return fields that a model must have; RoPE scaling must be of a kind that transformers
+        implements for this architecture."""
         stretched = model.rope_scaling is not None
         if stretched and model.rope_scaling.kind not in self.rope_kinds:
             return super().fixed(model) | {"rope_scaling": None}
@@ -159,19 +163,19 @@ class RopeFamily(Architecture):
 
 
 def norm_modules(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Entries of `Architecture.modules` for `Architecture.norm_names`."""
+    """Return the entries of `Architecture.modules` for the norms in `names`."""
     return {key: (f"model.layers.{{}}.{module}",) for key, module in names.items()}
 
 
 def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
-    """True for all layers but every `every`-th."""
+    """Return True for all layers but every `every`-th."""
     return tuple((layer + 1) % every != 0 for layer in range(num_layers))
 
 
 def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...], *, partial: bool) -> dict[str, Any]:
-    """Base, scaling and rotated share of RoPE, from rope_theta and rope_scaling (transformers 4),
-    or from rope_parameters (transformers 5). If both are given, rope_scaling wins, as it does in
-    transformers 5. partial: True if a part of the channels may stay unrotated."""
+    """Return base, scaling and rotated share of RoPE, from rope_theta and rope_scaling
+    (transformers 4), or from rope_parameters (transformers 5). If a file has both, rope_scaling
+    wins, as in transformers 5. partial: True if some channels may stay unrotated."""
     outer = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     inner = get(hf, outer, dict, None) or {}
     rope = {f"{outer}.{name}": value for name, value in inner.items()}

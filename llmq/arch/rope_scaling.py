@@ -1,6 +1,6 @@
-"""RoPE scaling: positions beyond the original length, as in transformers.
+"""RoPE scaling, which extends positions beyond the original length, as in transformers.
 
-`KINDS` lists each kind's fields in config.json's rope_parameters, for reading, writing and
+`KINDS` lists the fields of each kind in rope_parameters of config.json, for reading, writing and
 `--rope-scaling`. The frequencies are computed in `llmq/ops/attention/rope.py`.
 """
 
@@ -22,50 +22,53 @@ KINDS: dict[str, tuple[str, ...]] = {
     "llama3": (FIRST, "low_freq_factor", "high_freq_factor"),
     "proportional": ("partial_rotary_factor",),
 }  # fmt: skip
-"""config.json's fields of each kind, beside the factor that all kinds have."""
+"""Fields in config.json of each kind, besides the factor that all kinds have."""
 _OLD_KINDS = {"su": "longrope"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary frequencies beyond the original length."""
+    """Scaling of rotary frequencies for sequences beyond the original length."""
 
     kind: str
-    """'linear': positions are divided by the factor. 'llama3': stretches by wavelength. 'yarn':
-    stretches by how often a frequency turns within the first length. 'longrope': divides each
-    frequency by a factor of its own. 'dynamic': the base grows for sequences longer than the first
-    length; others are unscaled. 'proportional': only the first frequencies of a head turn."""
+    """'linear': positions are divided by the factor. 'llama3': frequencies are stretched depending
+    on their wavelength. 'yarn': frequencies are stretched depending on their number of turns within
+    the original length. 'longrope': each frequency is divided by a factor of its own. 'dynamic':
+    the base grows for sequences longer than the original length; shorter sequences are not scaled.
+    'proportional': only the first frequencies of a head rotate."""
     factor: float | None
-    """Stretch factor, at least 1. longrope: None: max_positions / original_max_positions."""
+    """Stretch factor, at least 1. For longrope, None means max_positions /
+    original_max_positions."""
     original_max_positions: int = 8192
-    """First length: the sequence length before stretching, in tokens; for dynamic,
+    """Original length: the sequence length before stretching, in tokens; for dynamic,
     max_positions."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_max_positions / low_freq_factor are stretched fully."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_max_positions / high_freq_factor are left alone."""
+    """llama3: wavelengths below original_max_positions / high_freq_factor are not stretched."""
     attention_factor: float | None = None
     """yarn, longrope: factor of cos and sin; None: computed from the stretch factor."""
     beta_fast: float = 32.0
-    """yarn: frequencies that turn more often within the first length are left alone."""
+    """yarn: frequencies with more turns than this within the original length are not stretched."""
     beta_slow: float = 1.0
-    """yarn: frequencies that turn less often are stretched fully."""
+    """yarn: frequencies with fewer turns than this are stretched fully."""
     mscale: float | None = None
-    """yarn: if mscale_all_dim is given, too, weight of log(factor) in the attention factor."""
+    """yarn: weight of log(factor) in the attention factor, used if mscale_all_dim is given."""
     mscale_all_dim: float | None = None
     """yarn: weight of log(factor) in the attention factor's divisor."""
     truncate: bool = True
-    """yarn: frequencies between beta_fast and beta_slow begin and end at whole indices."""
+    """yarn: True if the range of frequencies between beta_fast and beta_slow is rounded to whole
+    indices."""
     short_factor: tuple[float, ...] = ()
-    """longrope: each frequency's divisor in sequences up to the first length."""
+    """longrope: divisor of each frequency in sequences up to the original length."""
     long_factor: tuple[float, ...] = ()
-    """longrope: each frequency's divisor in longer sequences."""
+    """longrope: divisor of each frequency in longer sequences."""
 
     partial_rotary_factor: float = 1.0
-    """proportional: share of the frequencies that turn."""
+    """proportional: share of the frequencies that rotate."""
 
     def attention(self, max_positions: int) -> float:
-        """Factor of cos and sin in a model with this many positions."""
+        """Return the factor of cos and sin in a model with this many positions."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.kind == "longrope":
@@ -80,8 +83,8 @@ class RopeScaling:
 
     @property
     def mscale_growth(self) -> float:
-        """The divisor of the attention factor, from mscale_all_dim; latent attention multiplies
-        scores by its square."""
+        """Return the divisor of the attention factor, from mscale_all_dim; latent attention
+        multiplies scores by the divisor's square."""
         return 0.1 * (self.mscale_all_dim or 0.0) * math.log(max(self.factor or 1, 1)) + 1
 
     def check(self, frequencies: int) -> None:
@@ -114,7 +117,7 @@ class RopeScaling:
                 )
 
     def write(self) -> dict[str, Any]:
-        """The fields of rope_parameters, without the base and without fields that have their
+        """Return the fields of rope_parameters, without the base and without fields that have their
         defaults."""
         found: dict[str, Any] = {"rope_type": self.kind}
         if self.factor is not None and (self.kind != "proportional" or self.factor != 1):
@@ -129,7 +132,7 @@ class RopeScaling:
 
 
 def longest_sequence(scaling: RopeScaling | None, max_positions: int) -> int:
-    """Length in tokens of the longest sequence whose positions the model knows."""
+    """Return the length in tokens of the longest sequence whose positions the model knows."""
     grows = scaling is not None and scaling.kind == "dynamic"
     return int(max_positions * (scaling.factor if grows else 1))
 
@@ -137,8 +140,9 @@ def longest_sequence(scaling: RopeScaling | None, max_positions: int) -> int:
 def read_scaling(
     rope: Mapping[str, Any], outer: str, kinds: tuple[str, ...], max_positions: int, first: int
 ) -> RopeScaling | None:
-    """The scaling in `rope`, config.json's field `outer`; None for the default kind. max_positions:
-    the model's. first: default of the sequence length before stretching."""
+    """Return the scaling in `rope`, which is config.json's field `outer`; None for the default
+    kind. max_positions: longest sequence of the model, in tokens. first: default value of the
+    sequence length before stretching."""
     named = {f"{outer}.{name}": value for name, value in rope.items()}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind

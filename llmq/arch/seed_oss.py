@@ -1,4 +1,5 @@
-"""Seed-OSS: Llama with biases on queries, keys and values, and heads of a given size."""
+"""Seed-OSS: Llama with biases on queries, keys and values, and with heads whose size config.json
+gives."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,7 @@ class SeedOss(RopeFamily):
     pad_token_id = 1
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The output of attention and the MLP have no biases."""
+        """Read the sizes; biases of attention's output and of the MLP are rejected."""
         reject(hf, "attention_out_bias", False, None)
         reject(hf, "mlp_bias", False, None)
         return super().read_sizes({"attention_bias": True, **hf})

@@ -1,9 +1,9 @@
-"""Gated short convolutions in the place of attention: layers and matrices.
+"""Gated short convolutions, which replace attention in some layers: layers and matrices.
 
     b, c, x = products of the input        out = conv_o @ (c * convolution(b * x))
 
-The convolution is depthwise and causal, has `taps` weights for each channel, and stays inside
-documents. C: hidden size.
+The convolution is depthwise and causal, has `taps` weights per channel, and does not cross the
+borders of documents. C: hidden size.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from llmq.arch.mixers import Mixers, vector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvs(Mixers):
-    """The short convolutions of a model."""
+    """Sizes of a model's short convolutions."""
 
     def half(self, config: Any, layer: int) -> HalfSpec:
-        """The half with a gated short convolution. conv_in: (3C, C), the rows of b, c and x. conv:
-        (C, taps). conv_o: (C, C)."""
+        """Return the declaration of a layer's gated short convolution. conv_in: (3C, C), the rows
+        of b, c and x. conv: (C, taps). conv_o: (C, C)."""
         C, at = config.hidden_size, f"model.layers.{layer}.conv"
         conv = vector("conv", f"{at}.conv", (C, self.taps), "normal", kind="conv")
         conv_in = matrix(

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer rotates neither queries nor keys (NoPE)."""
+"""SmolLM3: Llama in which every fourth layer has no RoPE (NoPE)."""
 
 from collections.abc import Mapping
 from typing import Any

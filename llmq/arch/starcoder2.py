@@ -1,4 +1,4 @@
-"""StarCoder2: RoPE and shared keys in a transformer with LayerNorm, GELU and biases everywhere."""
+"""StarCoder2: a transformer with RoPE, shared keys, LayerNorm, GELU, and biases in all layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Starcoder2(RopeFamily):
-    """StarCoder2: use_bias in config.json holds for all projections."""
+    """StarCoder2: use_bias in config.json decides on the biases of all projections."""
 
     name = "Starcoder2ForCausalLM"
     model_type = "starcoder2"
