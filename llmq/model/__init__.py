@@ -1,5 +1,6 @@
-"""The computation of a step, in order: embedding, blocks, head, their products and formats.
+"""The computation of a step, in order: embedding, transformer blocks, head, their matrix products
+and number formats.
 
-Imports base, runtime, ops, config and state.
+The folder imports base, runtime, ops, config and state.
 Start with `step.py`, then `block.py`.
 """

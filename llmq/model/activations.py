@@ -1,4 +1,5 @@
-"""Activations of a block: kept for backward, computed again, or cached for generation."""
+"""Activations of a block, which are kept for backward, recomputed in backward, or cached for
+generation."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,8 +24,8 @@ T = TypeVar("T")
 
 
 class Recompute(NamedTuple):
-    """The tensors that a layer computes again in backward instead of keeping (--recompute-…
-    options)."""
+    """The tensors of a layer that backward recomputes and forward does not keep (options
+    --recompute-…)."""
 
     swiglu: bool = False
     norm: bool = False
@@ -35,11 +36,11 @@ class Recompute(NamedTuple):
 
 
 def recompute_of_layers(memory: MemoryOptions, config: ModelConfig) -> list[Recompute]:
-    """The Recompute of each layer. memory: normalized options.
+    """Return the Recompute of each layer. memory: options with defaults filled in.
 
-    With recompute_swiglu None, backward computes a gated MLP's activation again, for free: the
-    kernel of the activation's gradient writes forward's codes. For experts this would take one more
-    tensor."""
+    If recompute_swiglu is None, backward recomputes a gated MLP's activation at no cost: the kernel
+    of the activation's gradient also writes forward's codes. For experts this recomputation would
+    need one more tensor."""
     chosen = layer_set(memory.recompute_layers, config.num_layers)
     options = {name: getattr(memory, f"recompute_{name}") for name in Recompute._fields}
     automatic = options["swiglu"] is None
@@ -50,17 +51,19 @@ def recompute_of_layers(memory: MemoryOptions, config: ModelConfig) -> list[Reco
 
 
 class Stats(NamedTuple):
-    """A norm's statistics of rows, F32 (rows,) each, for backward. mean: None with RMSNorm."""
+    """Statistics of a norm's rows, each F32 (rows,), which backward reads. mean: None for
+    RMSNorm."""
 
     rstd: Tensor
     mean: Tensor | None
 
 
 class NormTensors(NamedTuple):
-    """The norms in front of a half of one layer, and the residual stream there, see `norms.py`.
-    stream: (rows, C). branch: (rows, C), output of the preceding half; None if that half adds to
-    the stream itself. stats: statistics of the stream's norm; post_stats: statistics of the
-    branch's norm; None without the norm. out: the half's input."""
+    """The norms before one half of a layer (attention, MLP, ...), and the residual stream there;
+    `norms.py` explains the norms. stream: (rows, C). branch: (rows, C), output of the preceding
+    half; None if the last product of that half adds to the stream. stats: statistics of the
+    stream's norm; post_stats: statistics of the branch's norm; None for a missing norm. out: the
+    input of the half, which the norm computes."""
 
     stream: Tensor
     branch: Tensor | None
@@ -69,44 +72,46 @@ class NormTensors(NamedTuple):
     out: Activation
 
     def parameters(self, block: PartParameters[T]) -> tuple[T | None, T | None]:
-        """Weight and bias of the stream's norm, or their gradients."""
+        """Return weight and bias of the stream's norm, or their gradients."""
         return block.get(self.out.name), block.bias(self.out.name)
 
     def post_weight(self, block: PartParameters[T]) -> T | None:
         return block.get(f"{self.out.name}_post")
 
     def scale(self, block: PartParameters[T]) -> T | None:
-        """The factor of the stream, or the factor's gradient; None without one."""
+        """Return the factor of the stream, or the factor's gradient; None if the stream has no
+        factor."""
         return block.get(f"{self.out.name}_scale")
 
 
 class HalfOut(NamedTuple):
-    """Output of a half's last product, (rows, C): out = product [+ addend]."""
+    """Where the last product of a half writes, (rows, C): out = product [+ addend]."""
 
     out: Tensor
     addend: Tensor | None = None
 
 
 class Rings(NamedTuple):
-    """Key-value cache of layers with sliding-window attention. Each text has a ring of `length`
-    cache blocks, where keys and values of new tokens overwrite keys and values outside the window.
-    texts: number of rings. layers: numbers of the layers with a window."""
+    """The key-value cache of layers with sliding-window attention, a ring buffer per text. The ring
+    of a text has `length` cache blocks; keys and values of new tokens overwrite keys and values
+    outside of the window. texts: number of rings. layers: indices of the layers with a window."""
 
     texts: int
     length: int
     layers: frozenset[int]
 
     def table(self, blocks: int) -> np.ndarray:
-        """The block number for each text and for each block of its tokens, I32 (texts, blocks)."""
+        """Return the cache block for each text and each block of the text's tokens, I32 (texts,
+        blocks)."""
         first = np.arange(self.texts, dtype=np.int32)[:, None] * self.length
         return first + np.arange(blocks, dtype=np.int32) % self.length
 
 
 class Cache:
     """Keys, values and states of all texts that a Generator continues. blocks: by layer and half,
-    tensors (blocks, BLOCK, ...) by the names of HalfSpec.cached; a block holds BLOCK tokens of one
-    text. E4M3 keys and values have BF16 factors for each token and head: `scales` (blocks, BLOCK,
-    heads, 2). states: by layer and half, F32 tensors (states, ...) by the names of
+    tensors (blocks, BLOCK, ...) with the names of HalfSpec.cached; a block holds BLOCK tokens of
+    one text. E4M3 keys and values have BF16 factors for each token and head: `scales` (blocks,
+    BLOCK, heads, 2). states: by layer and half, F32 tensors (states, ...) with the names of
     HalfSpec.carried; each text has one row. arrived: I32 counters of `ops.attention.paged`, zero at
     the start of a pass."""
 
@@ -119,8 +124,8 @@ class Cache:
         states: int,
         rings: Rings | None = None,
     ):
-        """dtype: the format of keys and values. blocks: number of blocks in a layer without rings.
-        states: number of rows of states."""
+        """dtype: the dtype of keys and values. blocks: number of cache blocks in a layer without
+        rings. states: number of rows of states."""
         self.rings = rings
         heads = max(config.heads_of(layer).query for layer in range(config.num_layers))
         count = (paged.arrivals(states, heads),)
@@ -148,8 +153,9 @@ class Cache:
 
 
 class Rotary(NamedTuple):
-    """RoPE in a layer. table: F32 (positions, Hd/2, 2). channels: number of rotated channels of a
-    head. lengths: F32 (positions,), the factor of queries at each position; None: all are 1."""
+    """The rotary embedding of a layer on the device. table: F32 (positions, Hd/2, 2). channels:
+    number of rotated channels of a head. lengths: F32 (positions,), a factor of the queries at each
+    position; None if all factors are 1."""
 
     table: Tensor
     channels: int
@@ -157,11 +163,12 @@ class Rotary(NamedTuple):
 
 
 class CacheOfPass(NamedTuple):
-    """The cache of a pass over B texts. table: I32 (B, most blocks of a text), block numbers of
-    each text. lengths: I32 (B,), number of tokens in each text's blocks before the pass. new: I32
-    (B,), number of each text's tokens in the pass, at most T. states: the texts have the rows
-    [start, stop) of Cache.states. rope_tables: as in ModelContext. window_table: the `table` of
-    layers with rings; None without any."""
+    """The cache that a pass over B texts reads and extends. table: I32 (B, most blocks of a text),
+    the numbers of each text's blocks. lengths: I32 (B,), number of cached tokens of each text
+    before the pass. new: I32 (B,), number of each text's tokens in the pass, at most the pass's T
+    tokens. states: the range [start, stop) of the texts' rows in Cache.states. rope_tables: the
+    Rotary of each layer, as in ModelContext. window_table: the `table` of layers with rings; None
+    if no layer has rings."""
 
     cache: Cache
     table: Tensor
@@ -172,8 +179,8 @@ class CacheOfPass(NamedTuple):
     window_table: Tensor | None = None
 
     def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
-        """A half's tensors by name: blocks (HalfSpec.cached) with table, lengths, new and arrived,
-        and states (HalfSpec.carried) with one row for each text."""
+        """Return a half's tensors by name: blocks (HalfSpec.cached) with table, lengths, new and
+        arrived, and states (HalfSpec.carried) with one row per text."""
         states = self.cache.states[layer, spec.name].items()
         tensors = {name: tensor.rows(*self.states) for name, tensor in states}
         source, rings = layer if spec.reads is None else spec.reads, self.cache.rings
@@ -187,10 +194,10 @@ class CacheOfPass(NamedTuple):
 
 
 class HalfLayer:
-    """A half in one layer. norm: the norms in front of the half. out: where the half's output goes.
-    saved: tensors that `Half.keep` has allocated. cache: tensors of the generator's texts; None:
-    passes see whole sequences. made_again: True if `recompute` of an MLP or of experts also writes
-    `out`."""
+    """One half of one layer, such as the attention of layer 3. norm: the norms before the half.
+    out: the tensor to which the half writes its output. saved: tensors that `Half.keep` has
+    allocated. cache: cached tensors of the texts that a generator continues; None if passes see
+    whole sequences. made_again: True if `recompute` of an MLP or of experts also writes `out`."""
 
     norm: NormTensors
     out: HalfOut
@@ -208,17 +215,19 @@ class HalfLayer:
         needed: set[str],
         cache: Mapping[str, Tensor] | None,
     ):
-        """stream: (rows, C), the residual stream. needed: the layer's needed_inputs()."""
+        """stream: (rows, C), the residual stream. needed: names of inputs that gradients need, from
+        the layer's needed_inputs()."""
         self.spec, self.index, self.recompute, self.cache = spec, index, recompute, cache
         self._dev, self._operands, self._needed = dev, operands, needed
         self.rows, self._dtype = stream.shape[0], stream.dtype
 
     def needs(self, name: str) -> bool:
-        """True if a gradient needs the input of this name."""
+        """Return True if a gradient needs the input of this name."""
         return any(m.input == name and m.key in self._needed for m in self.spec.matrices)
 
     def alloc(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
-        """Allocate a tensor of this layer. dtype None: the stream's format."""
+        """Allocate a tensor of this layer, named after layer and tensor. dtype None: the dtype of
+        the stream."""
         dtype = dtype or self._dtype
         return self._dev.alloc(f"{name}.{self.index}", shape, dtype, "Activations")
 
@@ -232,8 +241,8 @@ class HalfLayer:
         dtype: DType | None = None,
         per_row: int = 1,
     ) -> Activation:
-        """Return an activation (per_row * rows, features), with memory if `kept`. may_be_codes:
-        True if only weights' gradients read the activation in backward."""
+        """Return an activation (per_row * rows, features), with memory until backward if `kept`.
+        may_be_codes: True if backward reads the activation only for gradients of weights."""
         shape, tensor, codes = (self.rows * per_row, features), None, None
         dtype = dtype or self._dtype
         coded = self._operands.kept_codes(self.id_of(name)) if may_be_codes else None
@@ -244,21 +253,21 @@ class HalfLayer:
         return Activation(self.index, name, shape, dtype, tensor, codes)
 
     def id_of(self, name: str) -> str:
-        """Name of a gradient of this half, unique in the model."""
+        """Return the name of a gradient of this half, unique in the model."""
         return id_of(self.index, name)
 
     @property
     def out_id(self) -> str:
-        """Name of the gradient of the half's output."""
+        """Return the name of the gradient of the half's output."""
         return self.id_of(f"d_{self.spec.name}")
 
 
 class LayerContext(NamedTuple):
-    """A pass over one half of a layer. temps: lifetime of the pass's scratch. layer: the half's
-    tensors in this layer. w: weights of the block. g: gradients of the block; None in forward.
-    before: (rows, C), residual stream in front of the preceding half; None unless backward computes
-    the stream again. d_stream: (rows, C), gradient of the stream in front of the half, to which
-    norms inside the half add; None in forward. keep: True if backward follows."""
+    """Arguments of a pass over one half of a layer. temps: the stack of the pass's scratch. layer:
+    the half's tensors in this layer. w: the weights of the block. g: the gradients of the block's
+    weights; None in forward. before: (rows, C), residual stream before the preceding half; None
+    unless backward recomputes the stream. d_stream: (rows, C), gradient of the stream before the
+    half, to which norms inside the half add; None in forward. keep: True if backward follows."""
 
     temps: ExitStack
     layer: HalfLayer
@@ -270,5 +279,5 @@ class LayerContext(NamedTuple):
 
 
 def scratch_like(dev: Device, temps: ExitStack, name: str, tensor: Tensor) -> Tensor:
-    """Scratch with the tensor's shape and format, until the end of `temps`."""
+    """Return scratch with the tensor's shape and dtype, which lives as long as `temps`."""
     return temps.enter_context(dev.scratch(name, tensor.shape, tensor.dtype))

@@ -1,12 +1,12 @@
-"""Low-rank products of adapters: of any matrix, of the embedding, and of the LM head.
+"""Low-rank products of adapters: of block matrices, of the embedding, and of the LM head.
 
-The LM head's adapters are computed as a block's (`BlockLinear`). The embedding's adapters read only
-the tokens' rows of W + s * B A:
+The LM head's adapters are computed like those of a block's matrices (`BlockLinear`). The
+embedding's adapters read only the rows of A and B that the tokens of W + s * B A need:
 
     h = (s * B)[tokens]            y = W[tokens] + h @ A
     d_h = d_y @ A^T                d_A = h^T @ d_y,   d_B[id] = s * sum of d_h where token == id
 
-The embedding scale multiplies h, too. As in PEFT, embeddings have no dropout.
+The embedding scale also multiplies h. Adapters of embeddings have no dropout, as in PEFT.
 """
 
 from collections.abc import Iterator
@@ -29,17 +29,18 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
-HEAD_SALT = 1 << 20  # salt of the LM head's dropout; the blocks' matrices have 0, 1, ...
+HEAD_SALT = 1 << 20  # salt of the LM head's dropout; blocks' matrices have 0, 1, ...
 
 
 def width_of(matrix: Adapted) -> int:
-    """Number of columns of h."""
+    """Return the number of columns of h, the input times A."""
     return padded_columns(len(matrix.parts), matrix.rank)
 
 
 def blocks_of(matrix: Adapted, b: Tensor) -> AdapterBlocks | None:
-    """Layout of all adapters' B (n, rank), scaled, in one matrix (out_features, R). None if b is
-    already this matrix: one adapter of all rows without scaling."""
+    """Return the layout of all adapters' B (n, rank), scaled, as blocks of one matrix
+    (out_features, R). Return None if b already is this matrix: one adapter of all rows without
+    scaling."""
     rows, columns = matrix.shape[0], width_of(matrix)
     if matrix.scales == (1,) and (rows, columns) == b.shape:
         return None
@@ -47,7 +48,7 @@ def blocks_of(matrix: Adapted, b: Tensor) -> AdapterBlocks | None:
 
 
 def expanded(dev: Device, temps: ExitStack, matrix: Adapted, b: Tensor) -> Tensor:
-    """All adapters' B, scaled, in one matrix (out_features, R): scratch of `temps`, or b itself."""
+    """Return all adapters' B, scaled, as one matrix (out_features, R): scratch of `temps`, or b."""
     blocks = blocks_of(matrix, b)
     if blocks is None:
         return b
@@ -66,8 +67,8 @@ def output_gradients(
     hidden: Tensor,
     b: Tensor,
 ) -> None:
-    """Compute d_hidden, and d_b unless None, from d_out. One kernel computes both if it takes the
-    shapes."""
+    """Compute d_hidden, and d_b unless d_b is None, from d_out. One kernel computes both gradients
+    if the kernel supports the shapes."""
     spans, scales = matrix.spans, matrix.scales
     fused = adapter.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
     if fused and d_b is not None and len({*scales}) == 1:
@@ -83,28 +84,30 @@ def output_gradients(
 
 
 def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor) -> None:
-    """Set or add to d_b the gradient of B. whole: the gradient of the expanded matrix."""
+    """Write the gradient of B to d_b, or add the gradient. whole: the gradient of the expanded
+    matrix."""
     with dev.scratch("d_b", d_b.tensor.shape, d_b.tensor.dtype) as part:
         adapter.collect(dev, part, whole, matrix.spans, matrix.scales)
         reduce.sum_parts(dev, d_b, [part])
 
 
 class Dropout:
-    """Dropout of adapters' inputs. Each matrix has a salt of its own. on: True while launches of a
-    training step are enqueued."""
+    """Dropout on the inputs of adapters. Each matrix has a different salt for random numbers. on:
+    True while launches of a training step are enqueued, False during evaluations."""
 
     def __init__(self, dev: Device, options: StepOptions, scalars: Tensor | None):
         self.probability, self.on, self._dev = options.model.lora_dropout, False, dev
         self._scalars, self._sequences = scalars, options.batch.batch_size
 
     def mask(self, salt: int) -> DropoutMask | None:
-        """The mask of a matrix in a training step; None without dropout."""
+        """Return the dropout mask of a matrix in a training step; None without dropout."""
         if not self.probability:
             return None
         return DropoutMask(self.probability, salt, self._sequences, self._scalars)
 
     def of(self, temps: ExitStack, x: Tensor, salt: int) -> Tensor:
-        """The input of adapters: dropout(x), scratch of `temps`, in a training step; else x."""
+        """Return the input of adapters: in a training step dropout(x), scratch of `temps`; outside
+        of training steps x."""
         if not (self.on and self.probability):
             return x
         dropped = temps.enter_context(self._dev.scratch("dropped", x.shape, x.dtype))
@@ -116,8 +119,8 @@ class Dropout:
 
 
 class EmbeddingAdapters:
-    """Adapters of the embedding. out, d_out: (B, T, C), the residual stream in front of the first
-    block, and the stream's gradient."""
+    """The adapters of the token embedding. out, d_out: (B, T, C), the residual stream before the
+    first block, and the stream's gradient."""
 
     def __init__(self, dev: Device, config: ModelConfig, matrix: Adapted):
         self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
@@ -133,7 +136,7 @@ class EmbeddingAdapters:
             yield hidden.view(tokens.size, shape[-1])
 
     def forward(self, out: Tensor, tokens: Tensor, w: PartWeights) -> None:
-        """out += h @ A."""
+        """Add h @ A to out, the embeddings of the tokens."""
         flat = out.view(tokens.size, out.shape[-1])
         with self._hidden(tokens, w["embed_b"], out) as hidden:
             matmul(self._dev, flat, hidden, w["embed_a"], accumulate=True)
@@ -154,8 +157,9 @@ class EmbeddingAdapters:
 
 @dataclass(frozen=True, slots=True)
 class OfPass:
-    """Tensors of the LM head's adapters in one pass over all rows. hidden, d_hidden: (rows, R).
-    tail: (Vp, R), expanded B. b: (V, rank), B as stored. d_b: gradient of b; None in forward."""
+    """Tensors of the LM head's adapters during one pass over all rows. hidden, d_hidden: (rows, R).
+    tail: (Vp, R), all adapters' B as one matrix. b: (V, rank), B as stored in the weight table.
+    d_b: the gradient of b; None in forward."""
 
     dev: Device
     matrix: Adapted
@@ -166,19 +170,19 @@ class OfPass:
     d_b: Accumulator | None
 
     def beside(self, start: int, stop: int) -> Adapters:
-        """The adapters' term in the logits of rows [start, stop)."""
+        """Return the adapters' term in the logits of rows [start, stop)."""
         return Adapters(self.hidden.rows(start, stop), self.tail)
 
     def of_logits(self, start: int, stop: int, gradient: Tensor) -> None:
         """Compute the gradients of h and B from `gradient`, (stop - start, Vp), of the logits of
-        rows [start, stop). Chunks come in order."""
+        rows [start, stop). The calls must follow the order of the chunks."""
         d_b = self.d_b if start == 0 else self.d_b._replace(accumulate=True)
         hidden, d_hidden = self.hidden.rows(start, stop), self.d_hidden.rows(start, stop)
         output_gradients(self.dev, self.matrix, d_hidden, d_b, gradient, hidden, self.b)
 
 
 class HeadAdapters:
-    """Adapters of the LM head, whose logits exist for a chunk of rows at a time."""
+    """The adapters of the LM head, which computes logits for one chunk of rows at a time."""
 
     def __init__(self, dev: Device, matrix: Adapted, dropout: Dropout):
         self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
@@ -187,8 +191,8 @@ class HeadAdapters:
     def begin(
         self, temps: ExitStack, x: Tensor, w: PartWeights, g: PartGrads | None = None
     ) -> OfPass:
-        """Start a pass over the rows of x (rows, C). h is scratch of `temps`. If g is given,
-        `finish` must end the pass."""
+        """Begin a pass over the rows of x (rows, C). The product h is scratch of `temps`. If g is
+        given, `finish` must end the pass."""
         dev, shape = self._dev, (x.shape[0], width_of(self._matrix))
         a, b = w.adapters("lm_head")
         _, d_b = (None, None) if g is None else g.adapters("lm_head")
@@ -203,7 +207,7 @@ class HeadAdapters:
         return OfPass(dev, self._matrix, hidden, d_hidden, tail, b, d_b)
 
     def finish(self, low: OfPass, x: Tensor, w: PartWeights, g: PartGrads, d_x: Tensor) -> None:
-        """Compute the gradient of A, and add the adapters' part to d_x (rows, C), the gradient of
+        """Compute the gradient of A, and add the adapters' term to d_x (rows, C), the gradient of
         x."""
         dev, (a, _), (d_a, _) = self._dev, w.adapters("lm_head"), g.adapters("lm_head")
         with ExitStack() as temps:
@@ -217,6 +221,7 @@ class HeadAdapters:
 
 
 def table_adapters(config: ModelConfig, options: ModelOptions, block: str) -> Adapted | None:
-    """The adapters of `block`: "embed" (embedding) or "head" (LM head); None without adapters."""
+    """Return the adapters of `block`, which is "embed" (embedding) or "head" (LM head); None
+    without adapters."""
     adapters = adapters_of(options)
     return None if adapters is None else adapted_tables(config, adapters).get(block)

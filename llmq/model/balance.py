@@ -1,10 +1,10 @@
-"""Load-balancing and z-loss of experts' routers, from sums over a micro-batch.
+"""Load-balancing loss and z-loss of experts' routers, from sums over a micro-batch.
 
     forward    each router adds to the sums of its layer
     between    the sums become both losses, and the factors of the losses' gradients
-    backward   each router adds the losses' gradients to the gradient of its logits
+    backward   each router adds both losses' gradients to the gradient of its logits
 
-`totals` adds up the sums of all micro-steps of this rank since the run began.
+The tensor `totals` adds up the sums of all micro-steps of this rank since the start of the run.
 """
 
 from llmq.arch.model_config import ModelConfig
@@ -16,19 +16,19 @@ from llmq.ref.experts.route import sums_size
 from llmq.runtime.device import Device
 
 ROUTER_STATS = ("router_aux", "router_z", "router_entropy", "router_busiest")
-"""Statistics of a step that `route.balance` adds up, each weighted by the number of targets."""
+"""Statistics of a step that `route.balance` adds up, weighted by the number of targets."""
 ROUTER_SHOWN = ("router_busiest",)
-"""The router statistics in the live view."""
+"""The router statistics that the live view shows."""
 
 
 class Balance:
-    """Router sums of a model with experts in training. factors: F32 (E+1,), for backward; None if
-    both losses have the coefficient 0. totals: I64 (layers with experts, 2E+4), laid out like the
-    sums of `route`."""
+    """The sums of routers in training of a model with experts. factors: F32 (E+1,) for E experts,
+    read by backward; None if both losses have the coefficient 0. totals: I64 (layers with experts,
+    2E+4), with the columns of the sums in `route`."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions, targets: Tensor):
-        """options: normalized. targets: I32 (B, T), the targets of each micro-batch, FILLER_TARGET
-        at filler tokens."""
+        """options: with defaults filled in. targets: I32 (B, T), the targets of each micro-batch,
+        FILLER_TARGET at filler tokens."""
         self.dev, E = dev, config.experts.count
         self.targets = targets.view(targets.size)
         self._layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
@@ -45,21 +45,22 @@ class Balance:
         return self._factors if any(self._coefficients.values()) else None
 
     def sums(self, layer: int) -> Tensor:
-        """The sums of a layer's router."""
+        """Return the sums of the router of a layer."""
         index = self._layers.index(layer)
         return self._sums.rows(index, index + 1).view(self._sums.shape[1])
 
     def finish(self, stats: Tensor, weights: Tensor | None) -> None:
-        """Compute losses and factors after the forward pass of a micro-batch. stats: F64 (4,), sums
-        of ROUTER_STATS. weights: F32 (B, T), see `Loss.divisor`."""
+        """Compute the losses, and the factors of their gradients, after the forward pass of a
+        micro-batch. stats: F64 (4,), the sums of ROUTER_STATS. weights: F32 (B, T), the result of
+        `Loss.divisor`."""
         by = None if weights is None else weights.view(weights.size)
         args = (self._factors, stats, self.totals, self._sums, self.targets, by)
         route.balance(self.dev, *args, **self._coefficients)
 
 
 def aux_loss(config: ModelConfig, options: StepOptions) -> float:
-    """Coefficient of the load-balancing loss: the option's value, if given; else config.json's
-    value for new models, and 0 for pretrained models, as in transformers."""
+    """Return the coefficient of the load-balancing loss: the option's value; without the option,
+    config.json's value for new models and 0 for pretrained models, as in transformers."""
     if options.optim.router_aux_loss is None:
         is_new = options.model.from_scratch and options.optim.pairs is None
         return config.experts.aux_loss if is_new else 0.0

@@ -1,17 +1,17 @@
-"""One transformer block of halves, mostly attention and MLP, and the norms around them.
+"""One transformer block: usually attention and an MLP, with the norms before and after each.
 
     residual[l] -> ln1 -> [ qkv (-> qk_norm) -> rope -> attention -> o ] --+--> residual_att
                                                              residual[l] --+
     residual_att -> ln2 -> [ up -> swiglu|geglu|gelu -> down ] --+--> residual[l+1]
                                              residual_att -+
 
-A half (in brackets) turns its input x into a branch of the residual stream; `halves/` has the kinds
-of halves that architectures choose. `norms.py` says where norms stand (mostly as above). The last
-product of a half adds the branch to the stream, or else the next norm does. In the second case a
-block's output is two tensors, the stream in front of the last half and the branch. Activations are
-(rows, features), rows = B*T.
+A half (in brackets) computes a branch of the residual stream from its input x; `halves/` has one
+file for each kind of half. `norms.py` says where norms stand, usually as in this diagram. The last
+product of a half adds the branch to the stream, or the next norm adds the branch. If the next norm
+adds, a block's output is two tensors: the stream before the last half, and the branch. Activations
+are (rows, features), rows = B*T.
 
-Backward ends at the first trained parameter: `WantedGradients`.
+Backward ends at the first trained parameter, as `WantedGradients` says.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from llmq.options.adapters import needed_inputs
 
 
 class LayerStreams(NamedTuple):
-    """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py. before,
-    after: the residual stream in front of the layer and behind it. between: the stream in front of
-    each half but the first; for None, the layer allocates a tensor. branches: the output of each
-    half, in memory that all layers share; None if the half adds to the stream itself.
-    branch_before: the last half's output in the preceding layer; None if that half adds to the
-    stream itself."""
+    """The buffers that a layer shares with adjacent layers, (rows, C) each; `norms.py` explains
+    their use. before, after: the residual stream before and after the layer. between: the stream
+    before each half but the first; if None, the layer allocates a tensor. branches: the output of
+    each half, in memory that all layers share; None if the half's last product adds to the stream.
+    branch_before: output of the last half of the preceding layer; None if that half's last product
+    adds to the stream."""
 
     before: Tensor
     after: Tensor
@@ -56,9 +56,9 @@ class LayerStreams(NamedTuple):
 
 
 class Layer:
-    """One block. streams: the residual stream in front of each half, (rows, C) each. branch: (rows,
-    C), output of the last half; None if the half adds to the stream. multiplied_again: keys of the
-    matrices whose products backward computes again."""
+    """One transformer block of a model. streams: the residual stream before each half, (rows, C)
+    each. branch: (rows, C), output of the last half; None if the half's last product adds to the
+    stream. multiplied_again: keys of the matrices whose products backward recomputes."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Layer:
         cache: CacheOfPass | None,
     ):
         """halves: the objects that compute this layer. cache: keys and values of generated texts,
-        as in Model."""
+        as in Model; None in training."""
         dev, config = shared.dev, shared.config
         self.index, self.recompute = index, recompute
         rows, C = stream.before.shape
@@ -91,8 +91,9 @@ class Layer:
         for half, implementation, here, branch, after in zip(
             self.halves, halves, self.streams, stream.branches, following, strict=True
         ):
-            # Backward of a norm behind a half needs the half's output; backward computes only the
-            # first half's output again. Without a norm in front of a half, its input is the stream.
+            # Backward of a norm after a half needs the half's output; backward recomputes only the
+            # output of the first half. Without a norm before a half, the input of the half is the
+            # stream.
             if post and (half is not first or not recompute.block):
                 branch = half.alloc(f"{half.spec.name}_branch", rows, C)
             half.out = HalfOut(after, addend=here) if branch is None else HalfOut(branch)
@@ -111,10 +112,10 @@ class Layer:
 
 
 class WantedGradients(NamedTuple):
-    """Gradients of a half that backward must compute, because a trained parameter lies in front of
-    them. input: the gradient of the half's input. inside: the gradient of the input of the half's
-    last product. output: the gradient of the half's output. Each gradient needs the gradients of
-    all later tensors of the block."""
+    """The gradients of a half that backward must compute, because earlier parameters are trained.
+    input: the gradient of the half's input. inside: the gradient of the input of the half's last
+    product. output: the gradient of the half's output. Each gradient needs the gradients of all
+    later tensors of the block."""
 
     input: bool
     inside: bool
@@ -124,8 +125,8 @@ class WantedGradients(NamedTuple):
     def of(
         cls, halves: tuple[HalfSpec, ...], g: PartGrads, *, block_in: bool
     ) -> list[WantedGradients]:
-        """Wanted gradients of each half. block_in: True if the gradient of the block's input is
-        wanted."""
+        """Return the wanted gradients of each half. block_in: True if the gradient of the block's
+        input is wanted."""
         found, wanted = [], block_in
         for half in halves:
             inner = [module for module in half.modules if module.key != half.output]
@@ -149,7 +150,7 @@ class Blocks:
         dev, config, options, operands, self.linear, self.norms, *_ = shared
         shape, dtype = operands.shape, operands.dtype
         specs = [config.halves(layer) for layer in range(config.num_layers)]
-        # True for each half whose last product adds to the stream.
+        # True for each half whose last product adds to the residual stream.
         adds = [
             not config.arch.post_norm
             and all(self._adds(residuals, layer, spec) for layer, spec in enumerate(of_position))
@@ -158,7 +159,7 @@ class Blocks:
         self.last_adds = adds[-1]
         kinds, branch = recompute_of_layers(options.memory, config), None
         blocks = any(kind.block for kind in kinds)
-        # A recomputed block's streams between halves live until the next layer begins.
+        # The streams between halves of a recomputed block are free when the next layer begins.
         names = [f"residual_{spec.name}" for spec in specs[0][:-1]]
         again = [dev.alloc(name, shape, dtype, "Activations") for name in names if blocks]
         offloads = trains and options.memory.offload_between
@@ -189,9 +190,9 @@ class Blocks:
         return spec.output is not None and self.linear.accepts_addend(layer, spec.output, out)
 
     def forward(self, index: int, w: PartWeights, *, keep: bool) -> None:
-        """Compute the stream behind the block. If the next norm adds the last half's branch: the
-        branch, and the stream in front of that half. keep: True if backward follows and reads the
-        block's input."""
+        """Compute the residual stream after the block. If the next norm adds the last half's
+        branch, compute the branch, and the stream before that half. keep: True if backward follows
+        and reads the block's input."""
         layer, last = self.layers[index], len(self.streams) - 1
         before = self.layers[index - 1].streams[-1] if index > 0 else None
         for i, (half, of_half) in enumerate(zip(self.halves[index], layer.halves, strict=True)):
@@ -220,9 +221,9 @@ class Blocks:
     ) -> None:
         """d_residual (rows, C): gradient of the block's output, overwritten with the gradient of
         the block's input. d_x (rows, C): scratch for the gradient of a half's input; with
-        post_norm, on entry, the gradient of the last half's output. wanted: False leaves d_residual
-        and d_x undefined. Backward first recomputes tensors that forward did not keep, with
-        forward's scales."""
+        post_norm, it first holds the gradient of the last half's output. wanted: False if nobody
+        reads d_residual and d_x afterwards. Backward first recomputes the tensors that forward did
+        not keep, with forward's scales."""
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         specs = tuple(half.spec for half in layer.halves)
         reach = WantedGradients.of(specs, g, block_in=wanted)
@@ -233,7 +234,7 @@ class Blocks:
                 before = layer.streams[i - 1] if again and i > 0 else None
                 temps = outer.enter_context(ExitStack())
                 contexts.append(LayerContext(temps, of_half, w, g, before, d_residual))
-                if again:  # the preceding half writes the stream between
+                if again:  # the preceding half writes this stream
                     made.append(half.recompute(contexts[i]))
             for i in reversed(range(len(specs))):
                 half, of_half, ctx = self.halves[index][i], layer.halves[i], contexts[i]
@@ -248,7 +249,7 @@ class Blocks:
                     self.norms.backward(of_half.norm, before, d_residual, d_x, w, g)
 
     def _out_before(self, index: int, half: int) -> str | None:
-        """Name of the gradient of the output of the half in front of this one."""
+        """Return the name of the output gradient of the half that precedes this half."""
         if half > 0:
             return self.layers[index].halves[half - 1].out_id
         return self.layers[index - 1].halves[-1].out_id if index > 0 else None

@@ -1,14 +1,15 @@
-"""Products of a block's matrices, with their adapters.
+"""Matrix products of blocks, including the products of their adapters.
 
     h = dropout(x) @ A^T           y = x @ W^T + h @ B^T
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
-`ops/product/product.py` decides whether both terms, and an epilogue, are one kernel.
+`ops/product/product.py` decides whether one kernel computes both terms and an epilogue.
 
-A is (R, in_features) and B (out_features, R), scaling included. They join the adapters of all rows
-of a matrix as in `ops/product/adapter.py`, which also explains magnitudes (DoRA). With magnitudes,
-backward computes y again. h is small and kept. W is frozen and has no gradient.
+A is (R, in_features), and B is (out_features, R) and includes the scaling. A and B join the
+adapters of all rows of a matrix; `ops/product/adapter.py` explains this layout, and magnitudes
+(DoRA). With magnitudes, backward recomputes y. The small product h is kept for backward. W is
+frozen and gets no gradient.
 """
 
 from contextlib import ExitStack
@@ -42,8 +43,9 @@ from llmq.runtime.device import Device
 
 class _Parts(NamedTuple):
     """The adapters of one matrix in one layer. times_alpha: `matrix` with scales multiplied by the
-    alpha of its product. salt: distinguishes the matrix in dropout. hidden: h (rows, R). norms: F32
-    (out_features,), the norms of the rows of W + B A (DoRA); None without magnitudes."""
+    alpha of its product. salt: a number of the matrix for random numbers of dropout. hidden: h
+    (rows, R). norms: F32 (out_features,), the norms of the rows of W + B A (DoRA); None without
+    magnitudes."""
 
     matrix: Adapted
     times_alpha: Adapted
@@ -53,8 +55,8 @@ class _Parts(NamedTuple):
 
 
 class BlockLinear:
-    """All products of all blocks. A matrix is named by its layer (`ctx.layer`) and its key in the
-    layer."""
+    """The matrix products of all blocks. A method finds a matrix by the layer (`ctx.layer`) and by
+    the key in the layer."""
 
     def __init__(
         self,
@@ -64,13 +66,13 @@ class BlockLinear:
         operands: Operands,
         scalars: Tensor | None,
     ):
-        """operands: the number format of the products. scalars: StepScalars, which adapters
-        need."""
+        """operands: the maker of the products' operands in a number format. scalars: the
+        StepScalars, which adapters read; None without adapters."""
         self.dev, self.config, self.operands = dev, config, operands
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
-        # Routed experts have this factor in their weights; only the shared expert's product needs
-        # it.
+        # Routed experts have this factor in their weights, so that only the product of the shared
+        # expert needs it.
         self._alphas = {
             (layer, half.output or "shared_down"): config.residual_multiplier * half.factor
             for layer in range(config.num_layers)
@@ -87,7 +89,7 @@ class BlockLinear:
         widest = 0
         for layer, matrix in adapted_in_layers(config, adapters):
             if matrix.groups > 1:
-                continue  # experts' adapters belong to their half
+                continue  # adapters of experts are in ExpertLinear
             width, name = width_of(matrix), matrix.key
             hidden = dev.alloc(
                 f"{name}_hidden.{layer}", (self._rows, width), operands.dtype, "Activations"
@@ -98,17 +100,19 @@ class BlockLinear:
             times_alpha = matrix.times(self._alpha(layer, name))
             self._parts[layer, name] = _Parts(matrix, times_alpha, len(self._parts), hidden, norms)
             widest = max(widest, width)
-        # All matrices share the memory: a matrix's gradients directly follow its input's gradient.
+        # All matrices share this memory, because gradients of a matrix follow directly after the
+        # gradient of its input.
         self._d_hidden = dev.alloc(
             "d_hidden", (self._rows * widest,), operands.dtype, "Activations"
         )
 
     def _alpha(self, layer: int, key: str) -> float:
-        """The factor of a matrix's product: the residual multiplier of a half's last matrix."""
+        """Return the factor of a matrix's product: the residual multiplier for the last matrix of a
+        half, else 1."""
         return self._alphas.get((layer, key), 1.0)
 
     def accepts_addend(self, layer: int, key: str, out: Tensor) -> bool:
-        """True if forward takes an addend for an `out` like this one."""
+        """Return True if forward supports an addend for an output like `out`."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
         if parts is not None and parts.norms is not None:
             return False
@@ -125,10 +129,11 @@ class BlockLinear:
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """out (rows, out_features) = alpha * (x (rows, in_features) @ weight^T + adapters) + bias +
-        addend. alpha: the residual multiplier for a half's last matrix; else 1. addend: shape of
-        out, in other memory; None unless `accepts_addend`. With adapters no product writes codes.
-        Without backward, the number of rows may differ from a micro-step's."""
+        """Compute out (rows, out_features) = alpha * (x (rows, in_features) @ weight^T + adapters)
+        + bias + addend. alpha: the residual multiplier for the last matrix of a half, else 1.
+        addend: a tensor of the shape of out in other memory; must be None unless `accepts_addend`
+        returns True. No product with adapters writes codes. In passes without backward, the number
+        of rows may differ from a micro-step's."""
         w, bias, parts, adapters = ctx.w, ctx.w.bias(key), self._of(ctx, key), None
         with ExitStack() as outer:
             if parts is not None:
@@ -165,7 +170,7 @@ class BlockLinear:
         adapter.norms(self.dev, parts.norms, w[key], a, b, matrix.spans, matrix.scales)
 
     def begin_magnitudes(self, layer: int, w: PartWeights) -> None:
-        """Set the magnitudes of a layer's rows to the rows' norms."""
+        """Set the magnitudes (DoRA) of a layer's matrices to the norms of the matrices' rows."""
         for (of_layer, key), parts in self._parts.items():
             if of_layer == layer:
                 self._measure(parts, key, w)
@@ -180,8 +185,8 @@ class BlockLinear:
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """Compute d_x (rows, in_features), times forward's alpha, and the adapters' gradient of B,
-        from d_out (rows, out_features). d_x: None if not wanted."""
+        """Compute d_x (rows, in_features) from d_out (rows, out_features), times forward's alpha,
+        and the gradient of the adapters' B. d_x: None if no gradient of the input is wanted."""
         w, parts, adapters = ctx.w, self._of(ctx, key), None
         with ExitStack() as temps:
             if parts is not None:
@@ -202,15 +207,15 @@ class BlockLinear:
                 )  # fmt: skip
 
     def needs_input(self, ctx: LayerContext, key: str) -> bool:
-        """True if weight_gradients needs x."""
+        """Return True if weight_gradients needs the input x."""
         return key in ctx.g or self._of(ctx, key) is not None
 
     def weight_gradients(
         self, ctx: LayerContext, key: str, d_out: Operand, x: Operand | None, *, bias: bool = True
     ) -> None:
-        """Compute the wanted gradients of the weight, the bias, and the adapters' A and magnitudes;
-        call after input_gradient. x: None unless `needs_input`. bias: False if the bias's gradient
-        is computed elsewhere."""
+        """Compute the wanted gradients of the weight, the bias, and the adapters' A and magnitudes.
+        Call input_gradient before this method; x may be None unless `needs_input` returns True.
+        bias: False if other code computes the bias's gradient."""
         dev, g, parts = self.dev, ctx.g, self._of(ctx, key)
         if key in g:
             alpha = self._alpha(ctx.layer.index, key)
@@ -231,8 +236,9 @@ class BlockLinear:
             self._magnitude_gradient(ctx, key, d_out, x)
 
     def _magnitude_gradient(self, ctx: LayerContext, key: str, d_out: Tensor, x: Operand) -> None:
-        """Compute the gradient of DoRA's magnitudes. The sum of both products is computed again,
-        because forward scaled or rotated the sum or added it to the stream."""
+        """Compute the gradient of DoRA's magnitudes. The sum of both products is recomputed,
+        because forward has overwritten the sum with a scaled or rotated copy, or added the sum to
+        the stream."""
         dev, w, parts = self.dev, ctx.w, self._of(ctx, key)
         with ExitStack() as temps:
             x, weight = self._pair(temps, FORWARD, ctx, key, x, w[key])

@@ -1,8 +1,9 @@
-"""The end of the model: final norm, LM head in chunks, fused cross-entropy, first gradients.
+"""The end of the model: final norm, LM head in chunks of rows, fused cross-entropy, and their
+gradients.
 
-With an fp8 head cross-entropy writes the gradient of the logits as E5M2 codes: most probabilities
-of a large vocabulary would be 0 in E4M3 beside the target's -1. The gradient's elements are
-bounded, so that the scale is a constant.
+With an fp8 head, cross-entropy writes the gradient of the logits as E5M2 codes, because most
+probabilities of a large vocabulary would be 0 in E4M3 beside the target's -1. The gradient's
+elements are bounded, so the scale is a constant.
 """
 
 import math
@@ -30,18 +31,18 @@ from llmq.options.groups.model import ModelOptions
 from llmq.options.options import StepOptions
 from llmq.runtime.device import Device
 
-LARGEST_LSE = 64.0  # assumed of logits, to bound their gradient with a z-loss
+LARGEST_LSE = 64.0  # assumed bound of the log-sum-exp, to bound z-loss gradients
 
 
 def gradient_scale(z_loss: float, weight: float = 1.0) -> float:
-    """The scale of d_logits' E5M2 codes, a power of two. |d_logits| is at most weight * (1 + z_loss
-    * lse)."""
+    """Return the scale of d_logits' E5M2 codes, a power of two. An element of |d_logits| is at most
+    weight * (1 + z_loss * lse)."""
     return 2.0 ** math.ceil(math.log2(weight * (1 + z_loss * LARGEST_LSE) / E5M2_MAX))
 
 
 def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions) -> Tensor | None:
-    """The logits' columns of the new tokens, I32 (R,), padded with -1; None unless only the new
-    tokens' rows of the matrix are trained."""
+    """Return the columns of new tokens in the logits, I32 (R,), padded with -1; None unless only
+    new tokens' rows of the matrix are trained."""
     if not options.trains_new_rows or not (config.tied_embeddings or "new-rows" in options.train):
         return None
     ids = np.arange(*config.new_tokens, dtype=np.int32)
@@ -51,8 +52,9 @@ def _columns_of_new_rows(dev: Device, config: ModelConfig, options: ModelOptions
 
 
 class _Chunk(NamedTuple):
-    """Rows [start, stop) of a pass. x: the final norm's output there. lm_head: the matrix (Vp, C).
-    low: the pass's adapters. temps: lifetime of the chunk's scratch."""
+    """The chunk of rows [start, stop) in a pass of the LM head. x: output of the final norm for
+    these rows. lm_head: the matrix (Vp, C). low: tensors of the adapters in this pass. temps: the
+    stack of the chunk's scratch."""
 
     start: int
     stop: int
@@ -66,9 +68,9 @@ class _Chunk(NamedTuple):
 
 
 class Head:
-    """Final norm, LM head and cross-entropy of a micro-batch of rows = B*T tokens. losses, lse: F32
-    (rows,), the loss and the logits' log-sum-exp of each token of the last micro-step. Logits of
-    rows / --lmhead-chunks tokens exist at a time."""
+    """Final norm, LM head and cross-entropy of a micro-batch with rows = B*T tokens. losses, lse:
+    F32 (rows,), the loss and the log-sum-exp of logits for each token of the last micro-step. Only
+    the logits of rows / --lmhead-chunks tokens are in memory at a time."""
 
     def __init__(
         self,
@@ -80,8 +82,8 @@ class Head:
         largest: float = 1.0,
         dropout: Dropout | None = None,
     ):
-        """residual: (rows, C), stream behind the last block. largest: the largest absolute weight
-        of a row. dropout: the adapters' dropout."""
+        """residual: (rows, C), residual stream after the last block. largest: the largest absolute
+        weight of a row. dropout: the dropout of the adapters' inputs."""
         shape, dtype, z_loss = operands.shape, operands.dtype, options.optim.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
@@ -109,8 +111,8 @@ class Head:
             self.gradient_scale = dev.constant("d_logits.scale", scale, F32, "Activations")
 
     def forward(self, w: PartWeights, residual_att: Tensor, branch: Tensor | None) -> None:
-        """Compute the final norm of residual_att + branch from the last block, both (rows, C).
-        branch: None if the last block has written the sum itself."""
+        """Apply the final norm to residual_att + branch from the last block, both (rows, C).
+        branch: None if the last block has added the branch to residual_att."""
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
             stream, weight = OutBuffers("", residual), w["ln1_post"]
@@ -124,8 +126,8 @@ class Head:
     def token_losses(
         self, w: PartWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
-        """Compute per-token losses without gradients. targets: I32 (rows,), -100 if masked.
-        of_rows: see Loss."""
+        """Compute the loss of each token, without gradients. targets: I32 (rows,), -100 for masked
+        tokens. of_rows: the result of Loss.of_rows."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
             for chunk in self._parts(w, low):
@@ -133,8 +135,8 @@ class Head:
                 self._lose(chunk, logits, targets, None, of_rows, gradient=False)
 
     def top_k(self, w: PartWeights, top: Tensor) -> None:
-        """Write the k largest logits of each row to top, F32 (rows, 2 k), see
-        ops.loss.distill.top_k. Call after token_losses: this method reads `lse`."""
+        """Write the k largest logits of each row to top, F32 (rows, 2 k), in the format of
+        ops.loss.distill.top_k. Call token_losses before this method, which reads `lse`."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
             for chunk in self._parts(w, low):
@@ -144,7 +146,7 @@ class Head:
     def _parts(
         self, w: PartWeights, low: OfPass | None, *, transposed: bool = False
     ) -> Iterator[_Chunk]:
-        """The chunks, one after another. low: the result of _begin_adapters."""
+        """Yield the chunks of a pass, one after another. low: the result of _begin_adapters."""
         for start, stop in self.dev.alike(self._spans()):
             with ExitStack() as temps:
                 yield self._chunk(temps, start, stop, w, low, transposed=transposed)
@@ -152,7 +154,7 @@ class Head:
     def _begin_adapters(
         self, temps: ExitStack, w: PartWeights, g: PartGrads | None = None
     ) -> OfPass | None:
-        """The adapters in a pass over all rows; None without any."""
+        """Return the tensors of the adapters for a pass over all rows; None without adapters."""
         return None if self.adapters is None else self.adapters.begin(temps, self.out, w, g)
 
     def _lose(
@@ -166,8 +168,8 @@ class Head:
         *,
         gradient: bool = True,
     ) -> None:
-        """Compute the losses of a chunk's rows. gradient: True: the losses' gradient overwrites the
-        logits, or goes to `codes` if given."""
+        """Compute the losses of a chunk's rows. gradient: True if the losses' gradient overwrites
+        the logits, or is written to `codes` if given."""
         losses, lse, targets, weights = map(chunk.of, (self.losses, self.lse, targets, weights))
         dev, outputs = self.dev, self.config.outputs
         if of_rows is not None:
@@ -183,8 +185,8 @@ class Head:
 
     @contextmanager
     def logits(self, w: PartWeights) -> Iterator[Tensor]:
-        """The logits (rows, Vp) of all rows, in scratch, for one chunk of rows; call after
-        `forward`."""
+        """Yield the logits (rows, Vp), in scratch, of one chunk of rows after another; call
+        `forward` before this method."""
         with ExitStack() as temps:
             low = self._begin_adapters(temps, w)
             chunk = self._chunk(temps, 0, self.rows, w, low, transposed=False)
@@ -202,11 +204,12 @@ class Head:
         d_norm: Tensor,
         of_rows: Teacher | Labels | None = None,
     ) -> None:
-        """Compute per-token losses, the head's gradients, and d_residual (rows, C), the gradient of
-        the stream behind the last block. weights: F32 (rows,), factors of the rows' gradients;
-        None: all are 1. branch: as in forward. to: buffers of the branch's gradient, in d_residual
-        or, with post_norm, in d_norm, which is scratch before. of_rows: see Loss. Gradients are
-        sums over rows, not means."""
+        """Compute the loss of each token, the head's gradients, and d_residual (rows, C), the
+        gradient of the residual stream after the last block. weights: F32 (rows,), factors of the
+        rows' gradients; None if all factors are 1. branch: output of the last block's last half, as
+        in forward. to: buffers of the branch's gradient: in d_residual, or with post_norm in
+        d_norm, whose memory is scratch until this gradient is written. of_rows: the result of
+        Loss.of_rows. All gradients are sums over rows, not means."""
         lm_head, d_weight, d_rows = w["lm_head"], g.get("lm_head"), g.get("new_rows")
         trained = d_weight is not None or d_rows is not None
         with ExitStack() as temps:
@@ -240,16 +243,16 @@ class Head:
             self.norm.backward(to, *grads, d_residual, branch, weight, stats, None)
 
     def _rows_gradient(self, d_rows: Accumulator, gradient: Tensor, x: Tensor) -> None:
-        """Compute d_rows, the gradient of the matrix's new rows, from the new tokens' columns of
-        the logits' gradient."""
+        """Compute d_rows, the gradient of the matrix's rows for new tokens, from these tokens'
+        columns of the logits' gradient."""
         shape = (gradient.shape[0], self.new_columns.size)
         with self.dev.scratch("d_logits.new", shape, self.dtype) as columns:
             quantize_int8.take_outliers(self.dev, columns, gradient, self.new_columns)
             self.linear.weight_gradients(d_rows, None, columns, x)
 
     def _fp8_gradient(self, chunk: _Chunk, codes: Tensor, *, transposed: bool) -> Fp8:
-        """The gradient of the logits as E5M2 codes. Only the gradient of the matrix needs
-        transposed codes, which reuse memory of the logits: these are twice as large."""
+        """Return the gradient of the logits as E5M2 codes. Only the gradient of the matrix needs
+        transposed codes, which reuse the memory of the logits."""
         by_columns = None
         if transposed:
             scratch = self.dev.scratch("d_logits.q_t", turned(codes.shape), E5M2)
@@ -271,7 +274,7 @@ class Head:
         *,
         transposed: bool,
     ) -> _Chunk:
-        """The chunk of rows [start, stop), with the final norm's output as an operand of
+        """Return the chunk of rows [start, stop), with the final norm's output as an operand of
         products."""
         x = self.out.rows(start, stop)
         operand = self.operands.quantize(temps, HEAD, x, measured=True, transposed=transposed)
@@ -282,7 +285,7 @@ class Head:
         return chunk.stop - chunk.start, matrix.shape[0]
 
     def _logits(self, chunk: _Chunk, temps: ExitStack) -> Tensor:
-        """The logits (rows, Vp) of a chunk, scratch of `temps`."""
+        """Return the logits (rows, Vp) of a chunk, as scratch of `temps`."""
         logits = temps.enter_context(self.dev.scratch("logits", self._shape(chunk), self.dtype))
         adapters = None if chunk.low is None else chunk.low.beside(chunk.start, chunk.stop)
         self.linear.forward(logits, chunk.x, chunk.lm_head, adapters=adapters)

@@ -1,4 +1,4 @@
-"""Scoring of tokens by a model without gradients."""
+"""Scoring of tokens by a model, without gradients."""
 
 from contextlib import ExitStack
 
@@ -15,12 +15,12 @@ from llmq.state.params import Slab
 from llmq.state.placement import Placement, place, resident
 from llmq.state.weights import Weights
 
-LOGITS_BYTES = 256 * MIB  # most bytes of logits that exist at a time
+LOGITS_BYTES = 256 * MIB  # most bytes of logits in memory at a time
 
 
 class Scorer:
-    """Computes the loss of each token, or -score with a score head of one label. Memory is
-    allocated for one shape (B, T) at a time, the last batch's. T must be a multiple of 4."""
+    """Computes the loss of each token, or with a score head of one label -score. Memory is
+    allocated for the shape (B, T) of the last batch. T must be a multiple of 4."""
 
     def __init__(
         self,
@@ -32,8 +32,9 @@ class Scorer:
         base_dtype: str | None = None,
         greedy: bool = False,
     ):
-        """weights: placed by placed_to_read() with this base_dtype. backend: see
-        halves/attention.directions. greedy: True: find the likeliest tokens, too."""
+        """weights: the weights in a placement of placed_to_read() with this base_dtype. backend:
+        backend of attention, as in halves/attention.directions. greedy: True if the likeliest
+        tokens are wanted, too."""
         self.dev, self.config, self.weights = dev, config, weights
         self._backend = backend
         self._dtype, self._base_dtype = weights.placement["embed"].work.dtype, base_dtype
@@ -41,7 +42,7 @@ class Scorer:
         self._temps = ExitStack()
 
     def take_shape(self, B: int, T: int) -> None:
-        """Free the memory of the last batch's shape, and allocate memory for batches (B, T)."""
+        """Free the memory for the last batch's shape, and allocate memory for batches (B, T)."""
         if self._shape == (B, T):
             return
         self._temps.close()
@@ -62,7 +63,7 @@ class Scorer:
         self._shape = (B, T)
 
     def rehearse(self, B: int, T: int) -> None:
-        """Plan one batch of this shape on a device that only plans."""
+        """Plan the memory of one batch of this shape, on a device that only plans."""
         self.take_shape(B, T)
         self._forward()
         self._loss()
@@ -71,8 +72,9 @@ class Scorer:
         self._model.forward(stale=False, keep=False)
 
     def score(self, inputs: np.ndarray, rounds: list[np.ndarray]) -> list[np.ndarray]:
-        """The losses F32 (B, T) of each round of targets, 0 if masked; waits for the device.
-        inputs: int32 (B, T). rounds: arrays of targets, int32 (B, T), -100 if masked."""
+        """Return the losses F32 (B, T) of each array of targets, 0 for masked targets. The call
+        waits for the device; inputs: int32 (B, T). rounds: arrays of targets, int32 (B, T), -100
+        for masked targets."""
         self.take_shape(*inputs.shape)
         self.dev.upload(self._inputs.tokens, inputs)
         self.dev.graph(("score forward", *inputs.shape), self._forward)
@@ -84,8 +86,8 @@ class Scorer:
         return losses
 
     def likeliest(self) -> np.ndarray:
-        """The likeliest next tokens I32 (B, T) of the batch that was scored last, if `greedy`;
-        waits for the device."""
+        """Return the likeliest next tokens I32 (B, T) of the batch scored last, if `greedy` is
+        True; the call waits for the device."""
         ids = self.dev.download(self._likeliest)[:, :1].copy()
         return ids.view(np.int32).reshape(self._shape)
 
@@ -98,9 +100,10 @@ class Scorer:
 def scoring_options(
     config: ModelConfig, dtype: DType, B: int, T: int, base_dtype: str | None = None
 ) -> TrainConfig:
-    """Options of forward passes that keep nothing, with weights and activations in `dtype`.
-    base_dtype: format of the blocks' matrices (--base-dtype), whose products are in `dtype`."""
-    groups = B * T // 4  # rows of logits come in multiples of 4
+    """Return options of forward passes that keep no activations, with weights and activations in
+    `dtype`. base_dtype: format of the blocks' matrices (--base-dtype), whose products are computed
+    in `dtype`."""
+    groups = B * T // 4  # logits have a multiple of 4 rows
     most = max(LOGITS_BYTES // (4 * config.padded_outputs * dtype.itemsize), 1)
     chunks = next(n for n in range(-(-groups // most), groups + 1) if groups % n == 0)
     how = {}
@@ -116,8 +119,8 @@ def scoring_options(
 def placed_to_read(
     config: ModelConfig, table: tuple[Slab, ...], dtype: DType, base_dtype: str | None
 ) -> Placement:
-    """The placement of weights that are only read, with the arguments of scoring_options.
-    ConfigError for a base_dtype that the model cannot have."""
+    """Return the placement of weights that are only read, for the arguments of scoring_options.
+    Raise ConfigError for a base_dtype that the model does not support."""
     if base_dtype is None:
         return resident(table, dtype)
     options = scoring_options(config, dtype, 1, 4, base_dtype)

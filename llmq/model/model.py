@@ -1,4 +1,4 @@
-"""The loop over layers, forward and backward: gather weights, run the block, release the weights,
+"""The loop over layers in forward and backward: gather weights, run the block, release the weights,
 notify the gradients."""
 
 from collections.abc import Iterator
@@ -34,15 +34,15 @@ from llmq.state.weights import Weights
 
 
 def _forward_only(options: StepOptions) -> StepOptions:
-    """The options of blocks without backward passes, which keep no activations."""
+    """Return the options of blocks that run no backward pass and keep no activations."""
     again = {f"recompute_{name}": True for name in Recompute._fields}
     stays = {"recompute_layers": "all", "offload_residual": False, "offload_between": False}
     return options._replace(memory=replace(options.memory, **again, **stays))
 
 
 class Model:
-    """Activations of one micro-step, and the passes over its inputs. activations_at: a byte offset
-    in the device's arena; behind it only constants survive between two micro-steps."""
+    """The activations of a micro-step, and the forward and backward passes. activations_at: a byte
+    offset in the device's arena, beyond which only constants survive between two micro-steps."""
 
     def __init__(
         self,
@@ -57,15 +57,16 @@ class Model:
         loss: Loss | None = None,
         cache: CacheOfPass | None = None,
     ):
-        """backend: attention's, see halves/attention.directions. inputs: tensors that passes read;
-        a loss needs targets. scalars: StepScalars, which adapters need. loss: None without backward
-        passes. cache: the cache of generated texts; None: passes see whole sequences."""
+        """backend: backend of attention, as in halves/attention.directions. inputs: the tensors
+        that passes read; a loss needs targets. scalars: StepScalars, which adapters read; None
+        without adapters. loss: the loss of training; None if no backward pass follows. cache: the
+        cache of generated texts; None if passes see whole sequences."""
         self.dev, self.config, self.weights, self.inputs = dev, config, weights, inputs
         self.loss = loss
         trains = self._trains = loss is not None and not options.model.trains_mtp_alone
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
-        # True if products may read coded weights; DoRA's norms of rows need decoded weights.
+        # True if products may read weights as codes; DoRA's norms of rows need decoded weights.
         self._few_rows = (
             loss is None and shape[0] <= MOST_CODED_ROWS and not options.model.lora_dora
         )
@@ -111,11 +112,11 @@ class Model:
 
     @property
     def _head_slab(self) -> tuple[str, str]:
-        """Block and key of the matrix that makes logits."""
+        """Return block and key of the matrix that multiplies hidden states to logits."""
         return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
 
     def forward(self, *, stale: bool, keep: bool) -> None:
-        """Compute the output of the final norm from tokens. stale: the result of
+        """Compute the output of the final norm from the tokens. stale: the result of
         Weights.take_stale. keep: True if backward follows."""
         weights, tokens, first_key = self.weights, self.inputs.tokens, self.inputs.first_key
         keep &= self._trains
@@ -165,8 +166,8 @@ class Model:
             self.weights.release(name)
 
     def token_losses(self, of_rows: Labels | None = None) -> None:
-        """Compute per-token losses after `forward`, without gradients. of_rows: see Loss; read only
-        if the model has no loss."""
+        """Compute the loss of each token after `forward`, without gradients. of_rows: the result of
+        Loss.of_rows; read only if the model has no loss."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         of_rows = of_rows if self.loss is None else self.loss.of_rows()
@@ -175,7 +176,8 @@ class Model:
         self.weights.release(slab)
 
     def top_k(self, top: Tensor) -> None:
-        """Find the largest logits of all rows, see Head.top_k; call after `token_losses`."""
+        """Write the k largest logits of all rows to `top`, as Head.top_k does; call `token_losses`
+        before this method."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         self.head.top_k(PartWeights(self.weights.of_logits()), top)
@@ -183,8 +185,8 @@ class Model:
 
     @contextmanager
     def logits(self) -> Iterator[Tensor]:
-        """Logits (B*T, Vp) that predict the token behind each token, see Head.logits; call after
-        `forward`."""
+        """Yield the logits (B*T, Vp) that predict each next token, chunk by chunk, as Head.logits
+        does; call `forward` before this method."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
         with self.head.logits(PartWeights(self.weights.of_logits())) as logits:
@@ -192,15 +194,15 @@ class Model:
         self.weights.release(slab)
 
     def rows(self) -> Rows:
-        """Targets, losses and lse of the micro-batch."""
+        """Return targets, losses and log-sum-exp of the micro-batch."""
         targets = self.inputs.targets
         losses, lse = (t.view(*targets.shape) for t in (self.head.losses, self.head.lse))
         return Rows(targets, losses, lse, self.inputs.first_key)
 
     def backward(self, grads: Gradients, *, accumulate: bool, last: bool) -> None:
-        """Compute per-token losses and all gradients after `forward`. accumulate: True: add to the
-        gradients; False: overwrite them. last: True for the last micro-step of an optimizer
-        step."""
+        """Compute the loss of each token, and all gradients, after `forward`. accumulate: True to
+        add to the gradients, False to overwrite the gradients. last: True for the last micro-step
+        of an optimizer step."""
         grads.start_micro_step(accumulate, last)
         weights, streams = self.weights, self.blocks.streams
         if self.mtp is not None:
@@ -246,8 +248,8 @@ class Model:
             grads.notify(block)
 
     def _backward_embedding(self, grads: Gradients) -> None:
-        """Compute the embedding's gradient. With a tied head, add it to the head's gradient; else
-        the matrix is undefined before."""
+        """Compute the embedding's gradient. With a tied head, add this gradient to the head's
+        gradient; with an untied head, overwrite the memory."""
         dev, g, tokens = self.dev, PartGrads(grads.full("embed")), self.inputs.tokens
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
         scale, padding = self.config.embedding_scale, self.config.padding_row
@@ -259,7 +261,7 @@ class Model:
             if target is None:
                 continue
             if not self.config.tied_embeddings and not target.accumulate:
-                dev.zero(target.tensor)  # for the rows of tokens that do not occur
+                dev.zero(target.tensor)  # for the rows of tokens that do not occur in the batch
             rows = target._replace(tensor=target.tensor.rows(0, stop - first), accumulate=True)
             embedding.backward(dev, rows, d_residual, tokens, scale, padding, first, vocab)
         if "positions" in g:

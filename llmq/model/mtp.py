@@ -1,12 +1,14 @@
-"""Training of a head for multi-token prediction beside a frozen trunk (`arch/mtp.py`).
+"""Training of a head for multi-token prediction beside a frozen trunk, the rest of the model
+(`arch/mtp.py`).
 
     output of the trunk's final norm, tokens ahead -> joined (rows, 2C)
     joined -> fc -> block -> norm -> losses of targets ahead
 
-The head sees the first sequences of a micro-batch (--mtp-share): its time grows with their number.
-The head's loss has no gradient for the trunk. The head's gradients are divided by the number of the
-trunk's targets, as all gradients of a step. Head and trunk use the same memory for gradients of the
-stream: the head runs between the trunk's forward and backward passes.
+The head sees only the first sequences of a micro-batch (--mtp-share), because its time grows with
+the number of sequences. The head's loss has no gradient for the trunk's parameters. The head's
+gradients are divided by the number of the trunk's targets, like all gradients of a step. The head
+runs between the trunk's forward and backward passes, and shares memory for gradients of the stream
+with the trunk.
 """
 
 from dataclasses import replace
@@ -39,12 +41,12 @@ from llmq.state.grads import Gradients
 from llmq.state.weights import Weights
 
 MTP_STATS = ("mtp_loss", "mtp_acceptance")
-"""Statistics of a step that `add` sums, each weighted by the number of targets."""
+"""Statistics of a step that `add` sums up, weighted by the number of targets."""
 
 
 class MtpHead:
-    """Activations of one micro-step. rows: tokens of the sequences that the head sees. d_residual,
-    d_norm: (rows, C), scratch shared with the trunk."""
+    """Activations of the head in one micro-step. rows: number of tokens of the sequences that the
+    head sees. d_residual, d_norm: (rows, C), scratch shared with the trunk."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class MtpHead:
         d_residual: Tensor,
         d_norm: Tensor,
     ):
-        """inputs, d_residual, d_norm: the trunk's tensors, with all sequences."""
+        """inputs, d_residual, d_norm: tensors of the trunk, with all sequences."""
         self.dev, self.config, self._of_trunk = dev, config, inputs.targets
         own, options = block_config(config), _own_options(options)
         operands = Operands(dev)
@@ -87,9 +89,9 @@ class MtpHead:
         self.head = Head(dev, own, operands, options, self.residuals.final)
 
     def run(self, hidden: Tensor, weights: Weights, grads: Gradients, logits: str) -> None:
-        """Compute losses and gradients of a micro-batch. hidden: (B*T, C), output of the trunk's
-        final norm for all sequences. logits: name of the block with the matrix that makes
-        logits."""
+        """Compute the head's losses and gradients for a micro-batch. hidden: (B*T, C), output of
+        the trunk's final norm for all sequences. logits: name of the block whose matrix multiplies
+        hidden states to logits."""
         of_inputs, hidden = self.inputs, hidden.rows(0, self.targets.size)
         mtp.shift(
             self.dev, self.tokens, self.targets, of_inputs.tokens, of_inputs.targets,
@@ -114,7 +116,7 @@ class MtpHead:
         grads.notify(MTP)
 
     def _join(self, w: PartWeights, of_trunk: PartWeights, hidden: Tensor) -> None:
-        """Compute the input of fc, (rows, 2C); overwrites d_norm."""
+        """Compute the input of fc, (rows, 2C); the method overwrites d_norm."""
         rows, C = hidden.shape
         shape, scale = (*self.tokens.shape, C), self.config.embedding_scale
         embedded = self._embedded.view(*shape)
@@ -145,16 +147,16 @@ class MtpHead:
                 self.norm.backward(unused, g[key], None, d_norm, x, w[key], self._stats[i], None)
 
     def add(self, stats: Tensor, trunk: Tensor) -> None:
-        """Add a micro-batch to a step's statistics, F64 (2,) in the order of MTP_STATS. trunk: F32
-        (B*T,), the trunk's losses of all sequences."""
+        """Add the statistics of a micro-batch to those of a step, F64 (2,) in the order of
+        MTP_STATS. trunk: F32 (B*T,), the trunk's losses of all sequences."""
         n = self.targets.size
         targets, of_trunk = self.targets.view(n), self._of_trunk.view(trunk.size)
         mtp.stats(self.dev, stats, self.head.losses, trunk.rows(0, n), targets, of_trunk)
 
 
 def _own_options(options: StepOptions) -> StepOptions:
-    """The options of the head's model, with the sequences that it sees, without adapters, in chunks
-    that are not larger than the trunk's."""
+    """Return the options of the head's model: only the sequences that the head sees, no adapters,
+    and chunks of at most the trunk's size."""
     model, batch, memory = options.model, options.batch, options.memory
     B, S = batch.batch_size, model.mtp_sequences(batch.batch_size)
     rows = S * batch.local_seq_len

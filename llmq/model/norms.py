@@ -1,15 +1,16 @@
-"""Norms of a block, in front of each half, behind it, or both.
+"""Norms of a block, before or after each half, or both; a half is attention, an MLP or the like.
 
     stream = before + branch        branch: the output of the preceding half
     x = norm(stream)                the input of the half, whose output is the next branch
 
-With norms behind halves (`ln1_post`, `ln2_post`), stream = before + norm(branch). Without norms in
-front of halves (no `ln1`, `ln2`), x = stream.
+With norms after halves (`ln1_post`, `ln2_post`), stream = before + norm(branch). Without norms
+before halves (no `ln1`, `ln2`), x = stream.
 
-If there is no norm behind a half and its last product takes an addend
-(`BlockLinear.accepts_addend`), the product's epilogue adds: such a half has no branch. Else the
-next norm adds, and the branch lives until that norm, or, with a norm behind the half, until
-backward. `Normalization` computes RMSNorm and LayerNorm; only LayerNorm has means and biases.
+If no norm follows a half, and the half's last product takes an addend
+(`BlockLinear.accepts_addend`), the epilogue of the product adds to the stream, and the half has no
+branch. In all other cases the next norm adds the branch, which lives until that norm, or, with a
+norm after the half, until backward. `Normalization` computes RMSNorm and LayerNorm; only LayerNorm
+has means and biases.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from llmq.runtime.device import Device
 
 
 def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats:
-    """Statistics of one norm, kept from forward to backward."""
+    """Allocate the statistics of one norm, which are kept from forward to backward."""
     rstd = dev.alloc(f"{name}_rstd", (rows,), F32, "Activations")
     if config.norm == "rmsnorm":
         return Stats(rstd, None)
@@ -38,7 +39,8 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
 
 
 class Normalization:
-    """Launches the model's kind of norm, RMSNorm or LayerNorm. eps None: the config's."""
+    """Launches kernels of the model's kind of norm, RMSNorm or LayerNorm. eps None: the epsilon of
+    the model's config."""
 
     def __init__(self, dev: Device, config: ModelConfig, eps: float | None = None):
         self.dev, self.eps = dev, config.norm_eps if eps is None else eps
@@ -54,7 +56,8 @@ class Normalization:
         bias: Tensor | None,
         *added: Tensor,
     ) -> None:
-        """to = norm(x), (rows, C). added: none, or two tensors whose sum is first written to x."""
+        """Compute norm(x) into `to`, (rows, C). added: nothing, or two tensors whose sum is first
+        written to x."""
         dev, (rstd, mean) = self.dev, stats
         with ExitStack() as temps:
             fp8 = _by_row(dev, temps, to, x.shape)
@@ -74,8 +77,9 @@ class Normalization:
     def post(
         self, to: OutBuffers, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> None:
-        """to (rows, C) = residual + norm(x), or norm(x) without a residual, rounded as
-        Architecture.post_norm says. `backward` without d_residual computes the gradient of x."""
+        """Compute residual + norm(x), or norm(x) without a residual, into `to` (rows, C), rounded
+        as Architecture.post_norm says. The gradient of x is computed by `backward` without
+        d_residual."""
         with ExitStack() as temps:
             fp8 = _by_row(self.dev, temps, to, x.shape)
             norm.post(
@@ -86,8 +90,8 @@ class Normalization:
                 quantize.transpose(self.dev, to.fp8.transposed, fp8.codes)
 
     def scale(self, x: Tensor, by: Tensor | None, gradient: Accumulator | None = None) -> None:
-        """x (rows, C) *= by (1,), unless `by` is None. gradient: the gradient of `by`, zeroed,
-        because `by` is not trained."""
+        """Multiply x (rows, C) by `by` (1,), unless `by` is None. gradient: the gradient of `by`,
+        set to zero, because `by` is not trained."""
         if by is not None:
             scale(self.dev, x, x, by)
         if gradient is not None and not gradient.accumulate:
@@ -104,8 +108,8 @@ class Normalization:
         stats: Stats,
         d_residual: Tensor | None,
     ) -> None:
-        """to (rows, C) = gradient of the norm's input + d_residual, which may be to.tensor.
-        d_weight, d_bias: None if not wanted."""
+        """Compute the gradient of the norm's input, plus d_residual, into `to` (rows, C);
+        d_residual may be to.tensor. d_weight, d_bias: None if the gradient is not wanted."""
         dev, (rstd, mean) = self.dev, stats
         with ExitStack() as temps:
             fp8 = _by_row(dev, temps, to, x.shape)
@@ -118,8 +122,8 @@ class Normalization:
 
 
 def _by_row(dev: Device, temps: ExitStack, to: OutBuffers, shape: tuple[int, ...]) -> Fp8Out | None:
-    """The codes that a norm's kernel writes, always by row. Transposed codes (features, rows) are
-    made from the codes by row, which are scratch of `temps` if nothing else reads them."""
+    """Return the codes that a norm's kernel writes, row by row. Transposed codes (features, rows)
+    are made from these codes, which are scratch of `temps` if no product reads them."""
     if to.fp8 is None or to.fp8.transposed is None:
         return to.fp8
     codes = to.fp8.codes
@@ -130,7 +134,7 @@ def _by_row(dev: Device, temps: ExitStack, to: OutBuffers, shape: tuple[int, ...
 
 
 class BlockNorms:
-    """Norms around the halves of all blocks."""
+    """The norms before and after the halves of all blocks."""
 
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
         self.norm, self.operands = Normalization(dev, config), operands
@@ -139,8 +143,9 @@ class BlockNorms:
     def forward(
         self, temps: ExitStack, site: NormTensors, before: Tensor | None, w: PartWeights
     ) -> Operand:
-        """Compute the input of a half. before: (rows, C), stream in front of the preceding half,
-        read if there is a branch; None: there is no preceding half."""
+        """Compute the input of a half from the stream, and return it as an operand. before: (rows,
+        C), stream before the preceding half, read if that half has a branch; None if no half
+        precedes."""
         if site.stats is not None:
             out = self.operands.buffers(temps, site.out)
             self._run(site, before, w, out)
@@ -151,9 +156,9 @@ class BlockNorms:
         return self.operands.quantize(temps, tensor_id, stream, measured=measured, transposed=False)
 
     def recompute(self, ctx: LayerContext, *, product: bool) -> Operand:
-        """The input of a half in backward. ctx.before: None unless the stream is computed again,
-        too. product: True if the half's first product reads the input again; False: only the
-        weight's gradient reads it."""
+        """Return the input of a half in backward. ctx.before: None unless the stream is recomputed,
+        too. product: True if the first product of the half is recomputed; False if only the
+        weight's gradient reads the input."""
         site, before, w = ctx.layer.norm, ctx.before, ctx.w
         if site.stats is None:
             if before is not None:
@@ -171,8 +176,8 @@ class BlockNorms:
     def _run(
         self, site: NormTensors, before: Tensor | None, w: PartWeights, to: OutBuffers
     ) -> None:
-        """Write the half's input to `to`, and, given `before` and a branch, the stream. Without a
-        norm in front of the half, the stream is the input."""
+        """Write the half's input to `to`, and, if `before` and a branch are given, the stream.
+        Without a norm before the half, the stream is the input."""
         stream, (weight, bias) = site.stream, site.parameters(w)
         if site.branch is None:
             before = None
@@ -187,7 +192,8 @@ class BlockNorms:
         self.norm.forward(to, site.stats, stream, weight, bias, *added)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
-        """The tensor in which `backward` leaves the gradient of the preceding half's output."""
+        """Return the tensor in which `backward` leaves the gradient of the preceding half's
+        output."""
         return d_x if self.post else d_residual
 
     def backward(
@@ -199,10 +205,10 @@ class BlockNorms:
         w: PartWeights,
         g: PartGrads,
     ) -> None:
-        """Turn d_residual (rows, C) from the gradient of the stream behind the half into the
-        gradient of the stream in front. d_x (rows, C): gradient of the half's input. Afterwards
-        `d_out` is the gradient of the preceding half's output. id_before: this gradient's name;
-        None: there is no preceding half."""
+        """Change d_residual (rows, C) from the gradient of the stream after the half to the
+        gradient of the stream before the half. d_x (rows, C): gradient of the half's input. After
+        the call, `d_out` is the gradient of the preceding half's output. id_before: the name of
+        that gradient; None if no half precedes."""
         d_branch = OutBuffers("", d_residual)
         if id_before is not None:
             out = self.d_out(d_residual, d_x)

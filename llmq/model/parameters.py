@@ -1,7 +1,7 @@
-"""Weights and gradients of each part of a model, by the keys of the weight table.
+"""Weights and gradients of each block of the weight table, by the table's keys.
 
-Weights are tensors; matrices of blocks and the LM head may be fp8 operands. Gradients are
-Accumulators. C: hidden size, Vp: padded vocabulary.
+Weights are tensors; matrices of blocks and of the LM head may be fp8 operands. Gradients are
+Accumulators of ops/. C: hidden size, Vp: padded vocabulary.
 
     embedding   embed (Vp, C) and adapters; positions (P, C) if learned, P: number of positions
     block       the architecture's declaration: matrices (out_features, in_features), biases
@@ -10,7 +10,7 @@ Accumulators. C: hidden size, Vp: padded vocabulary.
     head        norm and norm_bias (C,); with post_norm ln1_post (C,), of the last block's output;
                 lm_head (Vp, C) and adapters
 
-KEY_a, KEY_b, KEY_m: adapters' matrices and magnitudes, see `state/params.py`. new_rows (R, C): rows
+KEY_a, KEY_b, KEY_m: matrices and magnitudes of adapters (`state/params.py`). new_rows (R, C): rows
 of the embedding or the LM head, if only these rows are trained.
 """
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class PartParameters(dict[str, T]):
-    """Parameters of one part. `get` returns None for a parameter that does not exist, or whose
-    gradient is not wanted."""
+    """The parameters of one block of the weight table. `get` returns None for a parameter that does
+    not exist, or whose gradient is not wanted."""
 
     def bias(self, key: str) -> T | None:
         return self.get(f"{key}_bias")

@@ -1,4 +1,4 @@
-"""Passes of a model over texts that a `Generator` continues, and their inputs."""
+"""Passes of a model over texts that a `Generator` continues, and the inputs of these passes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ REQUEST_FIELDS = {
 
 
 class Buffer:
-    """Tensors that one copy moves from host to device. tensors, arrays: on the device and on the
-    host, by name."""
+    """Tensors that a single copy moves from host to device. tensors, arrays: the device tensors and
+    the host arrays, by name."""
 
     def __init__(self, dev: Device, name: str, parts: Mapping[str, tuple[tuple[int, ...], DType]]):
         self._dev = dev
         sizes = [prod(shape) * dtype.itemsize // 4 for shape, dtype in parts.values()]
-        words = [-(-size // 4) * 4 for size in sizes]  # parts begin at multiples of 16 bytes
+        words = [-(-size // 4) * 4 for size in sizes]  # tensors begin at multiples of 16 bytes
         self._words = dev.alloc(name, (sum(words),), I32, "Activations")
         self._host = np.zeros(sum(words), np.int32)
         self.tensors: dict[str, Tensor] = {}
@@ -45,7 +45,7 @@ class Buffer:
             start += room
 
     def rows(self, count: int) -> dict[str, Tensor]:
-        """The first `count` rows of each tensor, by name."""
+        """Return the first `count` rows of each tensor, by name."""
         return {name: tensor.rows(0, count) for name, tensor in self.tensors.items()}
 
     def clear(self) -> None:
@@ -56,11 +56,11 @@ class Buffer:
 
 
 class Chosen:
-    """The last chosen token of each slot, which the next pass reads, and its log-probability.
-    Copies to the host may be on their way for two passes at a time."""
+    """The last chosen token of each slot, which the next pass reads, and the token's
+    log-probability. Copies to the host may be pending for two passes at a time."""
 
     def __init__(self, dev: Device, slots: int):
-        slots = -(-slots // 4) * 4  # 16 bytes
+        slots = -(-slots // 4) * 4  # a multiple of 16 bytes
         self._dev, self._slots, self._turn = dev, slots, 0
         both = dev.alloc("chosen", (2, slots), I32, "Activations")
         self._words, self.tokens = both.view(2 * slots), both.rows(0, 1).view(slots)
@@ -69,31 +69,31 @@ class Chosen:
         self._arrived = [dev.event() for _ in range(2)]
 
     def put(self, slots: Sequence[int], ids: Sequence[int]) -> None:
-        """Let the next pass read these tokens in these slots."""
+        """Write these tokens to these slots, for the next pass to read."""
         tokens = np.zeros(self._slots, np.int32)
         tokens[list(slots)] = ids
         self._dev.send(self.tokens, tokens)
 
     def send(self) -> int:
-        """Enqueue the copy of the last pass's tokens to the host; returns the turn that `read`
-        takes."""
+        """Enqueue the copy of the last pass's tokens to the host; return the turn that `read`
+        needs."""
         self._turn = turn = 1 - self._turn
         self._dev.receive(self._host[turn], self._words)
         self._dev.record(self._arrived[turn])
         return turn
 
     def read(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probabilities of all slots, of a pass sent with this turn; waits for the
-        copy."""
+        """Return tokens and log-probabilities of all slots, for the pass that was sent with this
+        turn; the call waits for the copy."""
         self._arrived[turn].synchronize()
         words = self._host[turn]
         return words[: self._slots], words[self._slots :].view(np.float32)
 
 
 class PassInputs(Buffer):
-    """The inputs of passes over at most B texts with T tokens each. blocks: most blocks of a text.
-    more: dtypes of further inputs (B,). ahead: True if two copies may be on their way, and tokens
-    come from Chosen. rings: True if layers with a window have a table of their own."""
+    """The inputs of passes over at most B texts with T tokens each. blocks: most cache blocks of a
+    text. more: dtypes of further inputs (B,). ahead: True if two copies may be pending, and tokens
+    are read from Chosen. rings: True if layers with a window have a separate block table."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PassInputs(Buffer):
     ):
         parts = {
             "tokens": ((B, T), I32),
-            "first_key": ((B, T), I32),  # - (tokens before): positions count from there
+            "first_key": ((B, T), I32),  # minus the number of tokens before the pass
             "table": ((B, blocks), I32),
             "lengths": ((B,), I32),
             "new": ((B,), I32),
@@ -129,7 +129,8 @@ class PassInputs(Buffer):
         self._dev.send(self._words, self._turns[0])
 
     def put(self, row: int, ids: Sequence[int], start: int, blocks: list[int]) -> None:
-        """Put a text's tokens, which begin at its position `start`, in a row of the next pass."""
+        """Write a text's tokens, which begin at position `start` of the text, to a row of the next
+        pass."""
         arrays, count = self.arrays, len(ids)
         arrays["tokens"][row, :count] = ids
         arrays["first_key"][row, :count] = -start
@@ -138,7 +139,7 @@ class PassInputs(Buffer):
 
 
 class Pass:
-    """Passes over `texts` texts with `tokens` tokens each: their inputs, and a Model of this
+    """A pass over `texts` texts with `tokens` tokens each: the inputs, and a Model of this
     shape."""
 
     def __init__(self, inputs: PassInputs, model: Model, cache: Cache, texts: int, tokens: int):
@@ -150,8 +151,8 @@ class Pass:
         self.model.forward(stale=stale, keep=False)
 
     def decode(self, stale: bool, chosen: Chosen, seen: Tensor, outputs: int) -> None:
-        """Choose the next token of each text. seen: I32 (texts or more, words), bits of the tokens
-        that a text has. outputs: number of logits in a row."""
+        """Enqueue the choice of the next token of each text. seen: I32 (texts or more, words), a
+        bit for each token id that a text contains. outputs: number of logits per row."""
         self.forward(stale)
         tensors, dev = self.inputs.rows(self.texts), self.model.dev
         requests = sample.Requests(**{name: tensors[name] for name in REQUEST_FIELDS})

@@ -1,9 +1,9 @@
-"""Residual stream in front of each block and between its halves, kept for backward.
+"""The residual stream before each block and between attention and MLP, kept for backward.
 
-Tensors lie on the device, or (--offload-residual, --offload-between) in host memory with two
-buffers on the device. In forward a layer's tensor is copied to the host while the layer's block
-runs; in backward it is copied back while the next block runs. The last two layers' tensors stay on
-the device.
+The tensors are on the device, or with --offload-residual or --offload-between in host memory, with
+two buffers on the device. In forward, a layer's tensor is copied to the host while the layer's
+block runs; in backward, the tensor is copied back while the next block runs. The tensors of the
+last two layers stay on the device.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ SLOTS = 2
 
 
 class Stream:
-    """The stream (rows, C) of some layers, in front of blocks or between halves. tensors: by layer,
-    the device tensor while in use."""
+    """The residual stream (rows, C) of some layers, either before blocks or between attention and
+    MLP. tensors: by layer, the device tensor during the layer's use."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Stream:
         keep: bool = True,
     ):
         """offload: True to keep tensors in host memory. keep: True if backward reads the tensors;
-        else two buffers take turns."""
+        False if two buffers alternate."""
         self.dev = dev
         self._index = {layer: i for i, layer in enumerate(layers)}
         count = min(SLOTS, len(layers)) if offload or not keep else len(layers)
@@ -43,33 +43,35 @@ class Stream:
             dev.alloc(f"{name}.host.{i}", shape, dtype, "Activations", "pinned")
             for i in range(len(layers) - count if keep else 0)
         ]
-        # Empty after each backward pass: every tensor has been copied back.
+        # The lane is empty after each backward pass, when every tensor has been copied back.
         self._lane = Lane(dev, range(SLOTS))
 
     def leaves(self, layer: int) -> bool:
-        """True if the layer's tensor is in host memory between forward and backward."""
+        """Return True if the layer's tensor is in host memory between forward and backward."""
         return self._index.get(layer, len(self._host)) < len(self._host)
 
     def write(self, layer: int) -> None:
-        """Wait for the buffer; called before a kept forward pass writes a layer's tensor."""
+        """Wait for the layer's buffer; call this method before forward writes the layer's
+        tensor."""
         if layer in self._index:
             self._lane.free(self._index[layer] % SLOTS)
 
     def written(self, layer: int) -> None:
-        """Start the copy to the host; called behind the writes of a layer's tensor."""
+        """Start the copy to the host; call this method after the layer's tensor is written."""
         if self.leaves(layer):
             index = self._index[layer]
             copy = partial(self.dev.copy, self._host[index], self.tensors[layer])
             self._lane.leave(index % SLOTS, copy)
 
     def read(self, layer: int) -> None:
-        """Wait for the copy to the device; called before backward reads a layer's tensor."""
+        """Wait for the copy to the device; call this method before backward reads the layer's
+        tensor."""
         if self.leaves(layer):
             self._lane.use(self._index[layer] % SLOTS)
 
     def was_read(self, layer: int) -> None:
-        """Start the copy to the device of the tensor two layers down, into the layer's buffer;
-        called behind the layer's backward pass."""
+        """Start to copy the tensor of the layer two below to the device, into this layer's buffer;
+        call this method after the layer's backward pass."""
         following = self._index.get(layer, 0) - SLOTS
         if 0 <= following < len(self._host):
             self._lane.release(following % SLOTS)
@@ -78,7 +80,7 @@ class Stream:
 
 
 class Residuals(Stream):
-    """The stream in front of all layers of a model. final: (rows, C), the stream behind the last
+    """The residual stream before all layers of a model. final: (rows, C), the stream after the last
     layer."""
 
     def __init__(

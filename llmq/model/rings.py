@@ -1,5 +1,5 @@
-"""Rings of pinned buffers between the host and a step. Inputs are copied to the device ahead of the
-step, and the host reads results one step late."""
+"""Ring buffers in pinned memory between the host and a step. Inputs are copied to the device ahead
+of the step, and the host reads results one step later."""
 
 from functools import partial
 from itertools import pairwise
@@ -23,25 +23,25 @@ from llmq.runtime.lane import Ring
 from llmq.runtime.mesh import DATA, Mesh
 from llmq.state.rules.rule import UpdateRule
 
-RESULTS = 4  # number of steps whose results can be read; older results are overwritten
+RESULTS = 4  # number of steps whose results can be read, before newer results overwrite older ones
 
 
 class Results:
     """Statistics of the running step on the device, and of the last RESULTS steps in pinned memory.
-    stats: F64, in the order of Loss.stat, then the sums in `more`."""
+    stats: F64, in the order of Loss.stat, followed by the sums in `more`."""
 
     def __init__(
         self, dev: Device, loss: type[Loss], more: tuple[str, ...] = (), shown: tuple[str, ...] = ()
     ):
-        """more: names of further sums over targets, whose means are reported. shown: the names in
-        `more` that the console shows if their sums are not 0."""
+        """more: names of further sums over targets, whose means are reported. shown: names in
+        `more` that the console shows if the sum is not 0."""
         self.dev, self._loss, self._stat = dev, loss, loss.stat()
         self._more, self._shown = more, shown
         first = len(self._stat) + len(self._stat) % 2  # aligned to 16 bytes
         self._stat = self._stat | {name: first + i for i, name in enumerate(more)}
         count, W = max(self._stat.values()) + 1, dev.mesh.size()
-        # Behind the stats, aligned, are two I64: nanoseconds of the device's clock at the step's
-        # begin and end. With several ranks the gathered stats of each rank follow.
+        # Two I64 follow the stats, aligned: nanoseconds of the device's clock at the start and at
+        # the end of the step. With several ranks, the gathered stats of each rank follow.
         self._begin_at = count + count % 2
         self._end_at, self._ranks_at = self._begin_at + 2, self._begin_at + 4
         words = self._end_at + 1 if W == 1 else self._ranks_at + W * count
@@ -53,16 +53,16 @@ class Results:
         )
         self._of_ranks: Tensor | None = None
         self._waited: Tensor | None = None  # milliseconds since the last sums of all ranks
-        self._goes_on = False  # True if the last call of start() was for a step
+        self._goes_on = False  # True if a step made the last call of start()
         if W > 1:
             self._of_ranks = self._report.rows(self._ranks_at, words).view(W, count)
-            dev.zero(self._of_ranks)  # ranks that are silent in a rehearsal write nothing
+            dev.zero(self._of_ranks)  # in a rehearsal, ranks that do not communicate write nothing
             self._open_clock()
         self._ring = Ring(dev, "stats", RESULTS, words, F64)
         self.last_read = -1
 
     def _open_clock(self) -> None:
-        """Let the device measure how long this rank waits for other ranks."""
+        """Make the device measure how long this rank waits for other ranks."""
         at = self.dev.alloc("clock", (1,), I64, "Activations")
         total = self._waited = self.dev.alloc("exposed", (1,), F64, "Activations")
         start, stop = partial(clock.start, self.dev, at), partial(clock.stop, self.dev, total, at)
@@ -77,13 +77,15 @@ class Results:
         if of_step:
             clock.start(self.dev, self._begin)
         self.dev.zero(self.stats)
-        # A step directly behind another keeps the waits since that step's exchange of sums.
+        # A step that directly follows another step keeps the waits since the earlier step's
+        # exchange of sums.
         if of_step and self._waited is not None and not self._goes_on:
             self.dev.zero(self._waited)
         self._goes_on = of_step
 
     def interrupt(self) -> None:
-        """Forget waits before the next step; called before anything but a step."""
+        """Discard the measured waits before the next step; call this method before any work that is
+        not a step."""
         self._goes_on = False
 
     def take_waits(self) -> None:
@@ -102,11 +104,12 @@ class Results:
             global_norm.combine(self.dev, self.stats, self._of_ranks, maxima)
 
     def end(self) -> None:
-        """Record the step's end; called behind the update."""
+        """Record the end of the step; call this method after the update."""
         clock.start(self.dev, self._end)
 
     def post(self) -> int:
-        """Start copying the stats to the next pinned slot; returns its ticket."""
+        """Start copying the stats to the next slot in pinned memory; return the ticket of this
+        copy."""
         ticket = self._ring.used
         index = self._ring.advance()
         self.dev.copy(self._ring.slots[index], self._report)
@@ -114,8 +117,8 @@ class Results:
         return ticket
 
     def result(self, ticket: int) -> Result:
-        """The result behind the ticket of a `post`; waits for the device. ValueError for tickets
-        older than the last RESULTS."""
+        """Return the result for a ticket of `post`; the call waits for the device. Raise ValueError
+        for tickets older than the last RESULTS."""
         if not self._ring.used - RESULTS <= ticket < self._ring.used:
             raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
         index = ticket % RESULTS
@@ -144,13 +147,13 @@ class Results:
         )
 
 
-MOST_SLOTS = 1024  # most micro-steps on their way to the device
-HEADER = 64  # 32-bit words of a slot for StepScalars, padded so that tokens are aligned
+MOST_SLOTS = 1024  # most micro-steps whose inputs are being copied
+HEADER = 64  # number of 32-bit words for StepScalars in a slot, padded to align tokens
 
 
 def named_inputs(config: ModelConfig, optim: OptimOptions) -> tuple[Input, ...]:
-    """Inputs of a step beside tokens and targets: the loss's, then the architecture's. ValueError
-    if both declare one name differently."""
+    """Return the inputs of a step besides tokens and targets: the loss's inputs, then the
+    architecture's. Raise ValueError if loss and architecture declare one name differently."""
     declared = (*loss_class(optim).inputs(optim), *config.arch.inputs(config))
     found = {each.name: each for each in declared}
     for each in declared:
@@ -160,14 +163,15 @@ def named_inputs(config: ModelConfig, optim: OptimOptions) -> tuple[Input, ...]:
 
 
 class Inbox:
-    """Device memory of a micro-step's inputs. scalars: StepScalars, I32 (16,). inputs: tensors
-    behind the scalars, in the order of `StepInputs`."""
+    """Device memory of a micro-step's inputs, and the pinned slots from which inputs are copied.
+    scalars: StepScalars, I32 (16,). inputs: tensors that follow the scalars, in the order of
+    `StepInputs`."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
         self.dev = dev
         B, T = options.batch.batch_size, options.batch.local_seq_len
         place = dev.mesh.index("context")
-        self._own = (slice(None), slice(place * T, (place + 1) * T))  # of (B, whole T)
+        self._own = (slice(None), slice(place * T, (place + 1) * T))  # rank's T of whole sequences
         plain = {"tokens": T, "targets": T}
         if options.batch.document_mask:  # attention reads first_key of whole sequences
             plain["first_key"] = options.batch.seq_len
@@ -184,17 +188,18 @@ class Inbox:
             *(part.view(B, T) for part, T in zip(parts, plain.values(), strict=False)),
             named={i.name: part.view_as(i.dtype, i.batch_shape(B, T)) for i, part in named},
         )
-        # Slots for two steps: the host normally reads the first step's result before it enqueues
-        # the third step, so that the first step's slots are free without a wait. With more
-        # micro-steps than slots, `send` waits for earlier copies.
+        # Slots for two steps: the host usually reads the first step's result before enqueueing the
+        # third step, when the first step's slots are free without a wait. With more micro-steps
+        # than slots, `send` waits for earlier copies.
         slots = min(2 * options.batch.grad_accumulation, MOST_SLOTS)
         self._ring = Ring(dev, "inbox", slots, words, I32)
-        self._ticket_of_slot = [-1] * slots  # ticket of the step that last used each slot
+        self._ticket_of_slot = [-1] * slots  # ticket of the step that last used a slot
 
     def send(self, scalars: np.ndarray, batch: Batch, results: Results) -> None:
-        """Enqueue the copy of a micro-step's inputs. batch: has whole sequences, of which a rank
-        takes its part; missing `starts` and named arrays are 0; targets behind `lengths` become
-        FILLER_TARGET. results: tells which slots are free."""
+        """Enqueue the copy of a micro-step's inputs to the device. batch: whole sequences, of which
+        each rank takes its part; missing `starts` and named arrays become 0; targets beyond
+        `lengths` become FILLER_TARGET. results: the results from which `send` learns which slots
+        are free."""
         ring = self._ring
         index = ring.advance()
         if self._ticket_of_slot[index] > results.last_read:
@@ -211,14 +216,14 @@ class Inbox:
         self.dev.record(ring.events[index])
 
     def _arrays(self, batch: Batch) -> list[np.ndarray]:
-        """Arrays of a batch in the order of the inbox."""
+        """Return the arrays of a batch in the order of the inbox's tensors."""
         targets, named = batch.targets, batch.named or {}
         if batch.lengths is not None:
             filler = np.arange(targets.shape[1]) >= batch.lengths[:, None]
             targets = np.where(filler, np.int32(FILLER_TARGET), targets)
         own = self._own
         arrays = [batch.inputs[own], targets[own]]
-        if self.inputs.first_key is not None:  # None: each sequence is one document
+        if self.inputs.first_key is not None:  # None if each sequence is one document
             arrays.append(np.zeros_like(targets) if batch.starts is None else batch.starts)
         for each in self._named:
             array = named.get(each.name, each.zeros(*targets.shape))
@@ -236,22 +241,24 @@ def scalars_of(
     grad_clip: float,
     limits: Limits = NO_LIMITS,
 ) -> np.ndarray:
-    """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,). number: the micro-batch's number
-    among those that an equal division gives this rank. Below 0, or from --grad-accumulation on, it
-    is another rank's micro-batch, with the random numbers that it has there."""
+    """Return the StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,). number: index of the
+    micro-batch among those that an equal division gives this rank. An index below 0, or from
+    --grad-accumulation on, means a micro-batch of another rank, with the random numbers that it
+    would have there."""
     words = np.zeros(STEP_SCALARS_WORDS, np.int32)
     record = words.view(STEP_SCALARS)[0]
     record["lr"] = lr
-    rule.prepare(record, max(step + 1 - rule.begun, 1))  # evaluations have no step
+    rule.prepare(record, max(step + 1 - rule.begun, 1))  # evaluations belong to no step
     record["grad_clip"] = grad_clip
     record["norm_limit"], record["loss_limit"] = limits
     record["seed"] = options.optim.seed & 0xFFFFFFFF
     record["step"] = step
-    # Different on all ranks, so that each rank rounds gradients with its own random numbers.
+    # The value differs between ranks, so that each rank rounds gradients with different random
+    # numbers.
     accumulation = options.batch.grad_accumulation
     record["micro_step"] = mesh.rank * accumulation + number
-    # Sequences have the same numbers for any number of ranks and any batch size: their order in the
-    # data. Each part of a divided sequence counts as a sequence.
+    # Sequences are numbered in the order of the data, whatever the number of ranks and the batch
+    # size. Each rank's part of a divided sequence counts as a sequence.
     dealt_to, place = divmod(mesh.index(*DATA) * accumulation + number, accumulation)
     stride, parts = mesh.size(*DATA), options.batch.context_parallel
     first = place * options.batch.batch_size * stride + dealt_to

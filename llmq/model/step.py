@@ -1,8 +1,8 @@
-"""One optimizer step: micro-steps of forward and backward, then the update. This module only calls
-the parts.
+"""One optimizer step: micro-steps of forward and backward, followed by the update. This module only
+calls other modules in order.
 
-Only `result`, `evaluate` and `score` wait for the device. Values that vary between steps go to the
-device through the inbox, and measurements come back through results.
+Only the methods `result`, `evaluate` and `score` wait for the device. Values that change between
+steps are copied to the device by the inbox, and measurements are copied back by results.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from llmq.state.weights import Weights
 
 
 class Step:
-    """Weights, gradients, optimizer and activations of one rank, and the step over them."""
+    """Weights, gradients, optimizer and activations of one rank, and the optimizer step."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Step:
         *,
         background: bool = False,
     ):
-        """options: normalized. placement: made from these options. backend: see
-        halves/attention.directions. background: True if checkpoints are written while training goes
-        on."""
+        """options: with defaults filled in. placement: made from these options by
+        state/placement.py. backend: backend of attention, as in halves/attention.directions.
+        background: True if checkpoints are written during training."""
         self.dev, self.config, self.options = dev, config, options
         self.table = table_of(options.model, config, dev.mesh.size("shard"))
         loss = loss_class(options.optim)
@@ -63,7 +63,7 @@ class Step:
         self.stats = self.results.stats
         self.weights = Weights(dev, self.table, placement)
         self._before = {name: arena.used for name, arena in dev.arenas.items()}
-        self._period = 0  # see state/turns.py
+        self._period = 0  # number of the period of --layers-per-step
         self._begin_period(placement)
         self.loss = loss(LossContext(dev, options.batch, options.optim, self.inputs.named))
         trained = None if options.model.only_scores else self.loss
@@ -89,15 +89,15 @@ class Step:
     # -- a step ----------------------------------------------------------------------------------
 
     def turn(self, step: int) -> None:
-        """Train the blocks of this step's period from now on; all ranks call this method. Moments
-        begin at zero. Gradients and moments take the memory of the last period's. Nothing happens
-        within a period."""
+        """Train the blocks of this step's period (--layers-per-step) from now on; all ranks call
+        this method. The moments begin at zero in each period. Gradients and moments reuse the
+        memory of the last period's. The call does nothing if the period has not changed."""
         dev, optim, period = self.dev, self.options.optim, period_of(self.options.optim, step)
         if period == self._period:
             return
         self._period = period
         dev.synchronize()
-        dev.forget_graphs()  # graphs hold addresses
+        dev.forget_graphs()  # because graphs hold addresses
         placement = place(self.options, self.table, dev.mesh.size("shard"), step=step)
         with ExitStack() as arenas:
             for name, arena in dev.arenas.items():
@@ -115,10 +115,11 @@ class Step:
         limits: Limits = NO_LIMITS,
         numbers: Sequence[int] | None = None,
     ) -> int:
-        """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
-        numbers: the micro-batches' numbers, as in `rings.scalars_of`; None: 0 to
-        --grad-accumulation - 1. step: counts from 0. lr: learning rate of this step. grad_clip: 0:
-        no clipping. limits: above them the update is skipped."""
+        """Enqueue one optimizer step over these micro-batches; return the ticket of the step's
+        result. numbers: the micro-batches' indices, as in `rings.scalars_of`; None: 0 to
+        --grad-accumulation - 1. step: number of the step, counted from 0. lr: learning rate of the
+        step. grad_clip: largest gradient norm; 0: no clipping. limits: bounds of loss and gradient
+        norm above which the update is skipped."""
         self.turn(step)
         numbers = range(self.options.batch.grad_accumulation) if numbers is None else numbers
         final = len(numbers) - 1
@@ -131,24 +132,25 @@ class Step:
         return self.update(self.optimizer.rule.kind(step))
 
     def start(self) -> None:
-        """Prepare statistics and scales; called before the first micro-step of an optimizer
-        step."""
+        """Prepare statistics and scales; call this method before the first micro-step of a step."""
         self.results.start(of_step=True)
         self.scales.start_step()
 
     def scalars_of(self, *of_micro_step: object) -> np.ndarray:
-        """StepScalars from step, number, lr, grad_clip and limits, see `rings.scalars_of`."""
+        """Return the StepScalars for step, number, lr, grad_clip and limits, as `rings.scalars_of`
+        does."""
         rule = self.optimizer.rule
         return scalars_of(self.options, self.dev.mesh, rule, *of_micro_step)
 
     def micro_step(self, micro_step: int, *, last: bool) -> tuple[tuple, Callable[[], None]]:
-        """Arguments of Device.graph for forward and backward over the inbox's batch. micro_step:
-        its number in the optimizer step. last: True for the last one."""
+        """Return the arguments of Device.graph for forward and backward over the batch in the
+        inbox. micro_step: number of the micro-step in the optimizer step. last: True for the last
+        micro-step."""
         key = (micro_step > 0, last and self.grads.has_last, self.weights.take_stale())
         return ("micro_step", *key), partial(self._micro_step, *key)
 
     def calibrate(self) -> None:
-        """Find the first delayed scales with an extra micro-step over the inbox's batch; does
+        """Compute the first delayed scales with an extra micro-step over the batch in the inbox; do
         nothing if scales are known."""
         if self.scales.ready:
             return
@@ -173,7 +175,7 @@ class Step:
                 self.model.mtp.add(of_mtp, self.model.head.losses)
 
     def update(self, kind: str) -> int:
-        """Enqueue an update of one of the rule's kinds; returns the ticket of the step's result."""
+        """Enqueue an update of one of the rule's kinds; return the ticket of the step's result."""
         if self.snapshot is not None:
             self.snapshot.hold()
         self.dev.graph(("update", kind), partial(self._update, kind))
@@ -184,7 +186,7 @@ class Step:
         with self.dev.range("optimizer"):
             self.scales.finish_step(self.stats)
             self.results.take_waits()
-            if self.dev.mesh.index("replica") == 0:  # the other replicas have the same sums
+            if self.dev.mesh.index("replica") == 0:  # all replicas have the same sums
                 self.grads.norm_squared(self.stats)
             self.results.combine()
             global_norm.finish(self.dev, self.stats, self.scalars)
@@ -197,7 +199,7 @@ class Step:
     # -- an evaluation ---------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
-        """The mean loss over the batches of all ranks; waits for the device."""
+        """Return the mean loss over the batches of all ranks; the call waits for the device."""
         self.results.start(of_step=False)
         for batch in batches:
             self.evaluate_batch(batch)
@@ -205,7 +207,7 @@ class Step:
         return self.result(self.results.post())
 
     def evaluate_batch(self, batch: Batch) -> None:
-        """Enqueue an evaluation of one batch, which adds its losses to the statistics."""
+        """Enqueue the evaluation of one batch, which adds the batch's losses to the statistics."""
         self.inbox.send(self.scalars_of(0, 0, 0.0, 0.0), batch, self.results)
         stale = self.weights.take_stale()
         key = ("evaluate", stale, self.scales.ready)
@@ -219,17 +221,19 @@ class Step:
         self.loss.add(self.stats, rows)
 
     def score(self, batch: Batch) -> np.ndarray:
-        """The loss of each token of one batch, F32 (B, T), 0 if masked; waits for the device. Like
-        an evaluation it does not change the training; all ranks call it equally often."""
+        """Return the loss of each token of one batch, F32 (B, T), 0 for masked tokens; the call
+        waits for the device. Scoring does not change the training state; all ranks must call this
+        method equally often."""
         self.results.interrupt()
         self.evaluate_batch(batch)
         return self.dev.download(self.model.head.losses).reshape(self.inputs.targets.shape)
 
     def score_top_k(self, batch: Batch) -> np.ndarray:
-        """The k largest log-probabilities of the token behind each token, F32 (B, T, 2 k), see
-        `ops.loss.distill.top_k`; needs a loss that reads k scores. Otherwise like `score`."""
+        """Return the k largest log-probabilities of the next token at each position, F32 (B, T, 2
+        k), in the format of `ops.loss.distill.top_k`; the loss must read k scores. Scoring does not
+        change the training state; all ranks must call this method equally often."""
         self.score(batch)
-        scores = self.inputs.named["scores"]  # score() has read its values
+        scores = self.inputs.named["scores"]  # score() has read the values
         flat = scores.view(self.inputs.targets.size, scores.shape[-1])
         self.dev.graph(("top k",), partial(self.model.top_k, flat))
         return self.dev.download(scores)
@@ -237,15 +241,15 @@ class Step:
     # -- generation ------------------------------------------------------------------------------
 
     def new_generator(self, **sizes: int) -> Generator:
-        """A generator with this step's weights, in the device's free memory."""
+        """Return a generator that uses this step's weights and the device's free memory."""
         return Generator(
             self.dev, self.config, self.weights, options=self.options, scalars=self.scalars, **sizes
         )
 
     @contextmanager
     def generating(self, sizes: dict[str, int]) -> Iterator[Generator]:
-        """Within the `with` block the generator has the memory of activations. sizes: the result of
-        plan_generation, always the same."""
+        """Yield a generator that uses the memory of activations inside the `with` block. sizes: the
+        result of plan_generation, always the same."""
         self.results.interrupt()
         self.dev.synchronize()
         if self._generator is None:
@@ -259,8 +263,9 @@ class Step:
             self.dev.restore(self.model.constants)
 
     def warm_up_generation(self, sizes: dict[str, int]) -> None:
-        """Load kernels and capture graphs without the other ranks, see `Rank.warm_up`; all ranks
-        call this method before one of them generates. sizes: as in `generating`."""
+        """Load kernels and capture graphs without the other ranks, as `Rank.warm_up` does; all
+        ranks call this method before any rank generates. sizes: the result of plan_generation, as
+        in `generating`."""
         with self.generating(sizes) as generator:
             with silenced(self.dev), self.dev.without_graphs():
                 generator.rehearse()
@@ -271,14 +276,14 @@ class Step:
     # -- what checkpoints hold -------------------------------------------------------------------
 
     def state(self) -> State:
-        """Weights and moments of this rank, by group."""
+        """Return the weights and moments of this rank, by group of checkpoint files."""
         groups = {"weights": self.weights.master} | self.optimizer.moment_groups()
         state = state_of(self.dev, self.table, groups | self.optimizer.scale_groups())
         of_matrices = self.optimizer.matrix_states.items()
         return state | {group: [*pieces.values()] for group, pieces in of_matrices}
 
     def stored_state(self) -> State:
-        """The part of `state` that a checkpoint holds: with adapters, only trained slabs."""
+        """Return the part of `state` that a checkpoint holds: with adapters, only trained slabs."""
         groups = self.state()
         if self.options.model.has_adapters:
             trained = self.optimizer.trained
@@ -286,7 +291,7 @@ class Step:
         return groups
 
     def extra_state(self) -> dict[str, list[float]]:
-        """The values that a checkpoint holds beside `state`, the same on all ranks."""
+        """Return the values that a checkpoint holds besides `state`, equal on all ranks."""
         begun = self.optimizer.rule.begun
         return self.scales.state() | ({"moments_begun": [float(begun)]} if begun else {})
 

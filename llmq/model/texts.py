@@ -11,14 +11,15 @@ import numpy as np
 
 
 class Request(NamedTuple):
-    """A text to be continued, and how.
+    """A text to be continued, with sampling options.
 
-    prompt: token ids, at least one. max_new_tokens: most tokens that follow. temperature: divides
-    logits; 0: always the likeliest token. top_k: choose among the k likeliest tokens; 0: all.
-    top_p: choose among the likeliest tokens that together have this probability. min_p: least
-    probability of a token, as a part of the likeliest token's. repetition: positive logits of
-    tokens in the text are divided by this number, negative ones multiplied. seed: decides the
-    choice, with the token's position and logits. stop: ids that end the text.
+    prompt: token ids, at least one. max_new_tokens: most tokens to be added. temperature: number by
+    which logits are divided; 0: choose the likeliest token. top_k: choose among the k likeliest
+    tokens; 0: among all tokens. top_p: choose among the likeliest tokens that together have this
+    probability. min_p: least probability of a token, as a fraction of the likeliest token's
+    probability. repetition: number that divides positive logits, and multiplies negative logits, of
+    tokens in the text. seed: number that, with the token's position and logits, determines the
+    choice. stop: token ids that end the text.
     """
 
     prompt: Sequence[int]
@@ -33,9 +34,10 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The continuation of a text. ids: the new tokens, with the `stop` token that ended the text.
-    logprobs: F32 (new tokens,), log-probabilities under the model, at temperature 1 and without
-    limits. finish: "stop" or "length"."""
+    """The continuation of a text. ids: the new tokens, including the `stop` token that ended the
+    text. logprobs: F32 (new tokens,), log-probabilities in the model's distribution, at temperature
+    1 and without top_k, top_p and min_p. finish: "stop" if a `stop` token ended the text, "length"
+    if the text is at its longest."""
 
     ids: list[int]
     logprobs: np.ndarray
@@ -43,13 +45,13 @@ class Completion(NamedTuple):
 
     @property
     def shown(self) -> list[int]:
-        """The new tokens without the one that ended the text."""
+        """Return the new tokens without the `stop` token that ended the text."""
         return self.ids[:-1] if self.finish == "stop" else self.ids
 
 
 class NewToken(NamedTuple):
-    """The next token of a text. index: the request's. logprob: as in Completion. finish: as in
-    Completion; None: the text goes on."""
+    """The next token of a text. index: index of the request. logprob: log-probability of the token,
+    as in Completion. finish: "stop" or "length" if the text ends; None if the text goes on."""
 
     index: int
     id: int
@@ -63,8 +65,9 @@ class NewToken(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Text:
-    """A request and its text so far. ids: the prompt and the new tokens. blocks: numbers of the
-    blocks that hold the tokens. slot: the text's row of states; -1 while the text waits."""
+    """A request, and the text generated so far. ids: the prompt and the new tokens. blocks: numbers
+    of the cache blocks that hold the tokens. slot: the text's row of states; -1 if the text
+    waits."""
 
     index: int
     request: Request
@@ -73,22 +76,24 @@ class Text:
     slot: int = -1
 
     def ends(self, length: int, positions: int) -> bool:
-        """True if a text of this length, prompt included, has no room for more tokens."""
+        """Return True if a text of this length, prompt included, has no room for more tokens."""
         return length - len(self.request.prompt) >= self.request.max_new_tokens or (
             length >= positions
         )
 
     def finish(self, new: int, positions: int) -> str | None:
-        """The text's `finish` after the token `new`, the last of `ids`; None: the text goes on."""
+        """Return the text's `finish` after the token `new`, the last of `ids`; None if the text
+        goes on."""
         if new in self.request.stop:
             return "stop"
         return "length" if self.ends(len(self.ids), positions) else None
 
 
 class Prompt(NamedTuple):
-    """A computed prompt. ids: its tokens but the last. blocks: numbers of the blocks with these
-    tokens' keys and values. ring: the prompt's number among prompts with rings. The latest prompt's
-    states lie in the row behind the texts' rows."""
+    """A prompt whose keys, values and states have been computed. ids: the tokens of the prompt
+    except the last. blocks: numbers of the cache blocks with keys and values of these tokens. ring:
+    number of the prompt among prompts with rings. The states of the latest prompt are in the row
+    after the texts' rows."""
 
     ids: list[int]
     blocks: list[int]
@@ -96,7 +101,7 @@ class Prompt(NamedTuple):
 
 
 class FreeBlocks:
-    """The numbers of free blocks, and the number of users of each other block."""
+    """The numbers of free cache blocks, and the number of users of each other block."""
 
     def __init__(self, count: int):
         self._free = list(range(count))[::-1]
@@ -106,7 +111,7 @@ class FreeBlocks:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take `count` blocks; there must be as many free."""
+        """Take `count` free blocks; so many blocks must be free."""
         taken = [self._free.pop() for _ in range(count)]
         self.share(taken)
         return taken

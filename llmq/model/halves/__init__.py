@@ -1,7 +1,8 @@
-"""The halves of blocks, one file for each kind, which trains, evaluates and decodes.
+"""The halves of transformer blocks, such as attention and MLP: one file per kind, for training,
+evaluation and decoding.
 
-`half.py` has the interface of a half. An architecture declares the kinds of halves in each layer.
-Imports arch, ops, and the modules of model that are below blocks.
+`half.py` defines the interface of a half. An architecture declares which kinds of halves each layer
+has. The folder imports arch, ops, and the modules of model below `block.py`.
 """
 
 from llmq.model.halves.attention import AttentionHalf
@@ -25,4 +26,4 @@ HALVES: dict[str, type[Half]] = {
     "per_layer": PerLayerHalf,
     "mlp_and_experts": MlpAndExpertsHalf,
 }
-"""The classes by HalfSpec.kind."""
+"""The classes of halves, by HalfSpec.kind."""

@@ -1,20 +1,21 @@
-"""Attention as a half of a block, between its norm and the residual stream.
+"""Attention in a transformer block, from the norm of the input to the addition to the residual
+stream.
 
     x -> qkv (-> norms of values, queries and keys) (-> rope) -> attention (-> sinks)
       (-> times sigmoid of gate) -> o -> out
 
-With gates the qkv product has a gate's channels behind each query head; the product is scratch, and
-heads and gates are kept apart. If values are copied from keys, the product has no values, and is
-scratch, too. `operands` turns a tensor into an operand of products: fp8 codes and a scale, or the
-tensor itself. Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads,
-value heads. Heads may differ between layers (`HalfSpec.sizes["heads"]`). A layer that reads keys
-and values of an earlier layer (`HalfSpec.reads`) has only queries in its product, which is scratch;
-the earlier layer copies its keys and values for later layers, and adds up the later layers'
-gradients.
+With gates, the qkv product has a gate's channels after each query head; the product is scratch, and
+heads and gates are kept in separate tensors. If values are copied from keys, the product has no
+values, and is also scratch. The object `operands` makes an operand of products from a tensor: fp8
+codes and a scale, or the tensor. Heads are contiguous in a row: (rows, Q) is (B, T, Hq + 2 Hkv,
+Hd), query heads, key heads, value heads. Layers may differ in their heads
+(`HalfSpec.sizes["heads"]`). A layer that reads keys and values of an earlier layer
+(`HalfSpec.reads`) computes only queries, in scratch; the earlier layer copies its keys and values
+for later layers, and adds up the later layers' gradients.
 
-Ranks that divide sequences exchange tokens for heads behind the qkv product, and back in front of
-the o product (`HeadExchange`): rows between the two products are the B*T tokens of whole sequences,
-with a rank's heads.
+Ranks that divide sequences exchange tokens for heads after the qkv product, and exchange back
+before the o product (`HeadExchange`): between the two products, rows are the B*T tokens of whole
+sequences, with a rank's heads.
 """
 
 from contextlib import ExitStack
@@ -43,26 +44,26 @@ from llmq.ops.pointwise.elementwise import copy_columns
 from llmq.runtime.attention_parts import sees_all_before
 from llmq.runtime.device import Device
 
-# By the largest head size: share of visible pairs of query and key below which our backward is
-# faster than cuDNN's. A window does not shorten cuDNN's time; our time is a + b * share
+# By the largest head size, a share of visible pairs of query and key: below this share our backward
+# is faster than cuDNN's. A window does not shorten cuDNN's time; our time is a + b * share
 # (docs/decisions/kernels.md; measured at T = 1024: h100_attention.txt). Masked tiles at the
-# window's edges cost cuDNN more, and count less in longer sequences: the shares here are the
-# break-even points at T = 8192, lower than at T = 1024.
+# window's edges slow cuDNN down, but less so in longer sequences: the shares here are break-even
+# points at T = 8192, which are lower than at T = 1024.
 NATIVE_BACKWARD = {64: 0.9, 128: 0.45}
-MEASURED = 90  # compute capability, times 10, of the measured cards: no timing is needed there
+MEASURED = 90  # 10 * compute capability of cards that were measured and need no timing
 
 
 def directions(
     backend: str, head_dim: int, seq_len: int, window: int | None, capability: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The possible backends of forward, and of backward; Device.choose times several. Any forward
-    goes with any backward.
+    """Return the possible backends of forward, and of backward; Device.choose measures several
+    backends. Each forward backend works with each backward backend.
 
-    backend: "native" or "cudnn" in both directions, or "auto" if cuDNN supports the case. "auto"
-    means cuDNN, but native for backward in whole sequences on Hopper, and for backward with a
-    window that hides enough. On cards that were not measured, native is timed, too. window:
-    positions that a query sees, its own included; None: all. capability: compute capability times
-    10.
+    backend: "native" or "cudnn" in both directions, or "auto", which uses cuDNN if cuDNN supports
+    the case. "auto" prefers native for backward of whole sequences on Hopper, and for backward with
+    a window that hides enough. On cards that were not measured, native is timed as well. window:
+    number of positions that a query attends to, its own included; None: all positions. capability:
+    compute capability times 10.
     """
     if backend != "auto":
         return (backend,), (backend,)
@@ -76,8 +77,8 @@ def directions(
 
 
 def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary | None]:
-    """The Rotary of each layer, with `positions` rows; None for layers without RoPE. Layers with
-    the same angles share a table."""
+    """Return the Rotary of each layer, with `positions` rows; None for layers without RoPE. Layers
+    with the same angles share a table."""
     tables: dict[tuple, Rotary] = {}
     lengths = None
     if config.query_growth is not None:
@@ -101,9 +102,9 @@ def rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Rotary
 
 
 class _Shared(NamedTuple):
-    """Keys and values of one layer, after norms and RoPE, for later layers; and the sum of the
-    later layers' gradients: (rows, 2 * Hkv * Hd) each. last: index of the last layer that reads
-    them."""
+    """Keys and values of one layer, after norms and RoPE, for later layers, and the sum of the
+    later layers' gradients, (rows, 2 * Hkv * Hd) each. last: index of the last layer that reads
+    these keys and values."""
 
     keys: Tensor
     gradient: Tensor
@@ -111,11 +112,11 @@ class _Shared(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. qkv: (rows, Q), after qk_norm and RoPE. qk_raw:
-    (rows, (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), wide (B, T, 2); None
-    without qk_norm. v_rstd: F32 (B, T, Hkv), None without value_norm. lse: F32 (B, Hq, T), the
-    log-sum-exp of each query's scores. att: (rows, Hq*Hd). gate, att_gated: (rows, Hq*Hd), None
-    without a gate; att_gated is never kept."""
+    """The tensors of one layer that backward reads. qkv: (rows, Q), after qk_norm and RoPE. qk_raw:
+    (rows, (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), or with wide_qk_norm (B,
+    T, 2); None without qk_norm. v_rstd: F32 (B, T, Hkv), None without value_norm. lse: F32 (B, Hq,
+    T), the log-sum-exp of each query's scores. att: (rows, Hq*Hd). gate, att_gated: (rows, Hq*Hd),
+    None without a gate; att_gated is never kept."""
 
     qkv: Activation
     qk_raw: Activation | None
@@ -128,13 +129,13 @@ class _Saved(NamedTuple):
 
     @property
     def o_input(self) -> Activation:
-        """The output product's input."""
+        """Return the input of the output product."""
         return self.att if self.att_gated is None else self.att_gated
 
 
 class _Tensors(NamedTuple):
-    """Tensors of one pass. qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm. att:
-    (rows, Hq * Hd). gate: (rows, Hq * Hd), None without a gate."""
+    """The tensors of one pass. qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm.
+    att: (rows, Hq * Hd). gate: (rows, Hq * Hd), None without a gate."""
 
     qkv: Tensor
     qk_raw: Tensor | None
@@ -143,7 +144,7 @@ class _Tensors(NamedTuple):
 
 
 class AttentionHalf:
-    """The attention halves of all layers. Scratch lives as long as `temps`."""
+    """The attention of all layers. Scratch lives as long as `temps`."""
 
     def __init__(self, shared: ModelContext):
         config, options = shared.config, shared.options
@@ -170,8 +171,8 @@ class AttentionHalf:
     # -- memory ----------------------------------------------------------------------------------
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """False also if backward repeats a product of codes: this needs the input's row-major
-        codes, so that the input is computed again, too."""
+        """Return False also if backward repeats a product of codes: that product needs the input's
+        row-major codes, for which the input is recomputed."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -209,17 +210,17 @@ class AttentionHalf:
         )
 
     def _made_heads(self, layer: HalfLayer) -> tuple[int, int]:
-        """Numbers of query heads and of key heads that the layer computes itself."""
+        """Return the numbers of query heads and of key heads that the layer itself computes."""
         query, kv, _ = self.batch.local_heads(layer.spec.sizes["heads"])
         return query, kv if layer.spec.reads is None else 0
 
     def _queries(self, layer: HalfLayer) -> int:
-        """Number of the queries' channels in a row."""
+        """Return the number of the queries' channels in a row."""
         heads = self.batch.local_heads(layer.spec.sizes["heads"])
         return heads.query * heads.channels
 
     def _out_heads(self, layer: HalfLayer) -> list[HeadColumns]:
-        """The columns of attention's output, with the heads of all ranks."""
+        """Return the columns of attention's output, with the heads of all ranks."""
         query, _, channels = layer.spec.sizes["heads"]
         return [HeadColumns(query, channels)]
 
@@ -227,7 +228,7 @@ class AttentionHalf:
         return [HeadColumns(layer.spec.sizes["heads"].query, 1)]
 
     def _product_heads(self, layer: HalfLayer) -> list[HeadColumns]:
-        """The columns of the qkv product, with the heads of all ranks."""
+        """Return the columns of the qkv product, with the heads of all ranks."""
         sizes = layer.spec.sizes
         query, kv, channels = sizes["heads"]
         keys = 0 if layer.spec.reads is not None else 2 - sizes["keys_as_values"]
@@ -237,12 +238,12 @@ class AttentionHalf:
         ]
 
     def _by_head(self, layer: HalfLayer, tensor: Tensor) -> Tensor:
-        """(rows, n * Hd) as (B, T, n, Hd)."""
+        """Return a view of (rows, n * Hd) as (B, T, n, Hd)."""
         Hd = layer.spec.sizes["heads"].channels
         return tensor.view(self.B, self.T, tensor.shape[1] // Hd, Hd)
 
     def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
-        """Kept tensors, or scratch of `temps`."""
+        """Return the tensors kept for backward, or scratch of `temps`."""
         qkv, qk_raw, gate = layer.saved.qkv.place(self.dev, temps), None, layer.saved.gate
         if layer.saved.qk_raw is not None:
             qk_raw = self._by_head(layer, layer.saved.qk_raw.place(self.dev, temps))
@@ -265,15 +266,15 @@ class AttentionHalf:
         self.linear.forward(ctx, "o", out, x, addend)
 
     def _product_memory(self, temps: ExitStack, ctx: LayerContext, to: _Tensors) -> Tensor:
-        """The qkv product's output: to.qkv (rows, Q), or scratch with the gates' channels too,
-        without values, or without keys and values."""
+        """Return the memory of the qkv product's output: to.qkv (rows, Q), or scratch with the
+        gates' channels, without values, or without keys and values."""
         shape = (to.qkv.shape[0], self.exchange.width(self._product_heads(ctx.layer)))
         if shape == to.qkv.shape:
             return to.qkv
         return temps.enter_context(self.dev.scratch("qkv product", shape, to.qkv.dtype))
 
     def _place_heads(self, ctx: LayerContext, product: Tensor, to: _Tensors) -> None:
-        """Make the heads that attention takes from the qkv product."""
+        """Compute the heads that attention reads from the qkv product."""
         layer, w, reads = ctx.layer, ctx.w, ctx.layer.spec.reads
         qkv = self._by_head(layer, to.qkv if reads is None else product)
         heads, rstd = self._made_heads(layer), layer.saved.v_rstd
@@ -298,7 +299,7 @@ class AttentionHalf:
             self._pass_keys(layer, to.qkv)
 
     def _pass_keys(self, layer: HalfLayer, qkv: Tensor) -> None:
-        """Copy keys and values of qkv (rows, Q) for later layers, or from an earlier layer."""
+        """Copy keys and values between qkv (rows, Q) and the memory that several layers share."""
         reads, first = layer.spec.reads, self._queries(layer)
         channels = qkv.shape[1] - first
         if reads is not None:
@@ -331,7 +332,7 @@ class AttentionHalf:
             attend(self.dev, out, lse, qkv, *heads, mask)
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
-        """The output product's input for this rank's tokens, (tokens, Hq * Hd)."""
+        """Return the output product's input for this rank's tokens, (tokens, Hq * Hd)."""
         out = tensors.att
         if tensors.gate is not None:
             out = ctx.layer.saved.att_gated.place(self.dev, ctx.temps)
@@ -341,8 +342,8 @@ class AttentionHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
-        """x (rows, C); the pass's tensors; att or att_gated as the output product's operand. x and
-        the operand are None if no gradient needs them."""
+        """Return x (rows, C), the tensors of the pass, and att or att_gated as the output product's
+        operand. x and the operand are None if no gradient needs either."""
         r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
         x = o_input = None
         if r.qkv or self.linear.needs_input(ctx, "qkv"):
@@ -366,8 +367,8 @@ class AttentionHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """inside: True if d_x or a weight before attention needs the gradient of queries, keys and
-        values."""
+        """inside: True if d_x, or a weight before attention, needs the gradient of queries, keys
+        and values."""
         dev, layer, (x, (qkv, qk_raw, att, gate), o_input) = self.dev, ctx.layer, inputs
         with ExitStack() as temps:
             d_qkv = d_gate = d_att = None
@@ -419,9 +420,9 @@ class AttentionHalf:
         d_qkv: Tensor,
         d_gate: Tensor | None,
     ) -> tuple[Operand, bool]:
-        """Backward of RoPE and of the heads' norms, from d_qkv (rows, Q), attention's gradient.
-        d_gate: (rows, Hq * Hd), gradient of the gates or None. Returns the gradient of the qkv
-        product, and True if the bias's gradient is still to be computed."""
+        """Compute backward of RoPE and of the heads' norms, from attention's gradient d_qkv (rows,
+        Q). d_gate: (rows, Hq * Hd), gradient of the gates; None without gates. Return the gradient
+        of the qkv product, and True if the bias's gradient is still to be computed."""
         layer, w, g = ctx.layer, ctx.w, ctx.g
         d_qkv = self._add_key_gradients(temps, layer, d_qkv)
         by_head, heads = self._by_head(layer, d_qkv), self._made_heads(layer)
@@ -463,9 +464,9 @@ class AttentionHalf:
         return d_product, True
 
     def _add_key_gradients(self, temps: ExitStack, layer: HalfLayer, d_qkv: Tensor) -> Tensor:
-        """The part of d_qkv (rows, Q) for the heads that the layer computes itself. A layer that
-        reads an earlier layer's keys and values adds their gradient to a sum; the earlier layer
-        adds that sum to its own gradient."""
+        """Return the columns of d_qkv (rows, Q) for the heads that the layer itself computes. A
+        layer that reads an earlier layer's keys and values adds their gradient to a sum, which the
+        earlier layer adds to its own gradient."""
         reads, first = layer.spec.reads, self._queries(layer)
         channels = d_qkv.shape[1] - first
         if reads is None:

@@ -1,16 +1,16 @@
-"""Linear attention over a state as a half of a block: gated delta nets, and Mamba-2.
+"""Linear attention over a state in a transformer block: gated delta nets, and Mamba-2.
 
     x -> NAME_in -> q, k, v -> short convolution -> rule -> gated norm -> NAME_o -> out
                  -> b, a -> betas and decays --------^           ^
                  -> z -------------------------------------------+
 
-A row of NAME_in's product is (q, k, v, z, b, a), without b in Mamba-2; NAME is delta or mamba.
-`operands` turns a tensor into an operand of products. States are F32, and 0 where a document
-begins.
+A row of NAME_in's product is (q, k, v, z, b, a), and lacks b in Mamba-2; NAME is delta or mamba.
+The object `operands` makes an operand of products from a tensor. States are F32, and 0 at the
+beginning of a document.
 
-Ranks that divide sequences exchange tokens for heads behind NAME_in, and back in front of NAME_o
-(`HeadExchange`): rows between the two products are the B*T tokens of whole sequences. The sizes
-below count the rank's heads.
+Ranks that divide sequences exchange tokens for heads after NAME_in, and exchange back before NAME_o
+(`HeadExchange`): between the two products, rows are the B*T tokens of whole sequences. The sizes
+below count only the rank's heads.
 """
 
 from contextlib import ExitStack
@@ -30,9 +30,10 @@ from llmq.ops.delta.delta_rule import Heads
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. product: (rows, features of NAME_in). conv: (rows,
-    2K + V), behind the convolution. gates: F32 (B, T, 2, Hv), decays and betas. state: (rows, V),
-    the vectors read from the states. gated: (rows, V), never kept."""
+    """The tensors of one layer that backward reads. product: (rows, features of NAME_in). conv:
+    (rows, 2K + V), output of the convolution. gates: F32 (B, T, 2, Hv), decays and betas of each
+    value head. state: (rows, V), the vectors that queries read from the states. gated: (rows, V),
+    output of the gated norm, never kept."""
 
     product: Activation
     conv: Activation
@@ -42,8 +43,8 @@ class _Saved(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """Tensors of one pass, named as in _Saved. product: (rows, features of NAME_in). conv: (rows,
-    2K + V). state: (rows, V)."""
+    """The tensors of one pass, named as in _Saved. product: (rows, features of NAME_in). conv:
+    (rows, 2K + V). state: (rows, V)."""
 
     product: Tensor
     conv: Tensor
@@ -52,8 +53,9 @@ class _Tensors(NamedTuple):
 
 class DeltaHalf:
     """The delta nets of all layers. Scratch lives as long as `temps`. A subclass computes another
-    rule. name: prefix of the names of weights and tensors. gate_parts: number of gates, an argument
-    of delta_gates. gate_first: an argument of gated_norm."""
+    rule for the state. name: prefix of the names of weights and tensors. gate_parts: the number of
+    gates, an argument of delta_gates. gate_first: True if the gate precedes the norm, an argument
+    of gated_norm."""
 
     name, rule, gate_parts, gate_first = "delta", delta_rule, 2, False
 
@@ -73,14 +75,14 @@ class DeltaHalf:
         self.vectors |= dict.fromkeys(("a_log", "dt_bias", "skip"), of_heads)
         own = (sizes.key_heads // self.parts, of_values // self.parts)
         self.heads = Heads(*own, sizes.key_dim, sizes.value_dim)
-        self.of_gate = self.channels  # the first column of z in the product
+        self.of_gate = self.channels  # column of the product at which z begins
         # Arguments of delta_gates: the first column of b and a, the number of gates, the least
         # step.
         self.of_gates = (self.channels + self.values, self.gate_parts, sizes.least_step)
         self.in_, self.o, self.norm = (f"{self.name}_{key}" for key in ("in", "o", "norm"))
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """False also if backward repeats a product of codes, as in attention."""
+        """Return False also if backward repeats a product of codes, as in attention."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -100,37 +102,38 @@ class DeltaHalf:
         )
 
     def _by_token(self, tensor: Tensor) -> Tensor:
-        """(rows, n) as (B, T, n)."""
+        """Return a view of (rows, n) as (B, T, n)."""
         return tensor.view(self.B, self.T, tensor.shape[1])
 
     def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
-        """Kept tensors, or scratch of `temps`."""
+        """Return the tensors kept for backward, or scratch of `temps`."""
         kept = (layer.saved.product, layer.saved.conv, layer.saved.state)
         return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
 
     def _own_weights(self, temps: ExitStack, ctx: LayerContext) -> LayerContext:
-        """ctx with the rows of weight vectors for this rank's heads."""
+        """Return ctx with those rows of the weight vectors that belong to this rank's heads."""
         of_heads = self.vectors.items()
         own = {k: self.exchange.own_rows(temps, ctx.w[k], h) for k, h in of_heads if k in ctx.w}
         return ctx._replace(w=PartWeights(ctx.w | own))
 
     def _own_gradients(self, temps: ExitStack, ctx: LayerContext) -> LayerContext:
-        """ctx with gradients of these vectors, which are complete at the end of `temps`."""
+        """Return ctx with gradients of the weight vectors' rows for this rank's heads; the
+        gradients are complete at the end of `temps`."""
         of_heads = self.vectors.items()
         own = {k: self.exchange.own_gradient(ctx.g[k], h) for k, h in of_heads if k in ctx.g}
         entered = {key: temps.enter_context(gradient) for key, gradient in own.items()}
         return ctx._replace(g=PartGrads(ctx.g | entered))
 
     def of_rule(self, w: PartWeights) -> tuple[Tensor, ...]:
-        """The rule's arguments between gates and heads."""
+        """Return the arguments that the rule's operation takes between gates and heads."""
         return ()
 
     def gradients_of_rule(self, g: PartGrads) -> tuple[Accumulator | None, ...]:
-        """Gradients of of_rule's arguments."""
+        """Return the gradients of the arguments that `of_rule` returns."""
         return ()
 
     def norm_weight(self, w: PartWeights) -> Tensor:
-        """The norm's weight: (1, Hd), or a row for each head of the norm."""
+        """Return the norm's weight: (1, Hd), or a row for each head of the norm."""
         return w[self.norm].view(1, self.heads.DV)
 
     # -- forward ---------------------------------------------------------------------------------
@@ -147,10 +150,10 @@ class DeltaHalf:
         self.linear.forward(ctx, self.o, out, x, addend)
 
     def _convolve(self, ctx: LayerContext, tensors: _Tensors) -> None:
-        """Compute queries, keys and values, and the gates."""
+        """Compute queries, keys and values with the short convolution, and the gates."""
         layer, w = ctx.layer, ctx.w
         starts, before = self.starts, None
-        if layer.cache is not None:  # where a text begins, the state is 0
+        if layer.cache is not None:  # the state is 0 at the beginning of a text
             starts, before = None, layer.cache["before"]
         out, x = self._by_token(tensors.conv), self._by_token(tensors.product)
         short_conv.forward(self.dev, out, x, w["conv"], starts, before, bias=w.bias("conv"))
@@ -168,7 +171,7 @@ class DeltaHalf:
             self.rule.forward(self.dev, out, *inputs, state=layer.cache["state"])
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
-        """The output product's input for this rank's tokens, (tokens, V)."""
+        """Return the output product's input for this rank's tokens, (tokens, V)."""
         out = ctx.layer.saved.gated.place(self.dev, ctx.temps)
         gated_norm.forward(
             self.dev, out, tensors.state, tensors.product, self.norm_weight(ctx.w), self.eps,
@@ -179,8 +182,8 @@ class DeltaHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, _Tensors, Operand | None]:
-        """x (rows, C); the pass's tensors; `gated` as the output product's operand. x and the
-        operand are None if no gradient needs them."""
+        """Return x (rows, C), the tensors of the pass, and `gated` as the output product's operand.
+        x and the operand are None if no gradient needs either."""
         r, tensors = ctx.layer.recompute, self._tensors(ctx.temps, ctx.layer)
         ctx = self._own_weights(ctx.temps, ctx)
         x = o_input = None
@@ -265,7 +268,7 @@ class DeltaHalf:
 
 
 class MambaHalf(DeltaHalf):
-    """The state-space halves of all layers (Mamba-2), whose C, B and x are queries, keys and
+    """The state spaces of all layers (Mamba-2), in which C, B and x are queries, keys and
     values."""
 
     name, rule, gate_parts, gate_first = "mamba", ssd, 1, True

@@ -4,8 +4,8 @@
     d_h = d_y @ (scale * B)        d_x = d_y @ W + d_h @ A
     d_B = scale * d_y^T @ h        d_A = d_h^T @ x
 
-If a matrix has two parts, up and gate, A has the rows of both parts' A, and B has columns for each
-part, as in `ops/product/adapter.py`. Backward computes h again, a small product.
+If a matrix has two parts, up and gate, A has the rows of both parts' A, and B has separate columns
+for each part (`ops/product/adapter.py`). Backward recomputes h, which is a small product.
 """
 
 from contextlib import ExitStack
@@ -25,24 +25,24 @@ from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 
 
 class ExpertLinear:
-    """Products of all layers' experts. A matrix is named by its key. x, y: R rows sorted by expert,
-    see `ctx.layer.saved.starts`."""
+    """The products of all layers' experts. A method finds a matrix by its key. x, y: R rows sorted
+    by expert, as `ctx.layer.saved.starts` says."""
 
     def __init__(self, shared: ModelContext, rows: int):
-        """rows: R."""
+        """rows: R, the number of pairs of token and expert."""
         self.dev, adapters = shared.dev, adapters_of(shared.options.model)
         self.fast = shared.operands.fast
         every = adapted_in_layers(shared.config, adapters) if adapters is not None else ()
         self._adapted = {(layer, m.key): m for layer, m in every if m.groups > 1}
         widest = max((m.rank * _parts_of(m) for m in self._adapted.values()), default=0)
-        if widest:  # all matrices share it
+        if widest:  # all matrices share this memory
             dtype = shared.operands.dtype
             self._d_hidden = self.dev.alloc(
                 "d_expert_hidden", (rows * widest,), dtype, "Activations"
             )
 
     def forward(self, ctx: LayerContext, key: str, y: Tensor, x: Operand) -> None:
-        """Compute y (R, out) from x (R, in), with the bias if there is one."""
+        """Compute y (R, out) from x (R, in), and add the bias if there is one."""
         w, starts, adapters = ctx.w, ctx.layer.saved.starts, None
         a, b = w.adapters(key)
         with ExitStack() as temps:
@@ -57,7 +57,7 @@ class ExpertLinear:
             )  # fmt: skip
 
     def input_gradient(self, ctx: LayerContext, key: str, d_x: Tensor | None, d_y: Operand) -> None:
-        """Compute d_x (R, in), unless None, from d_y (R, out)."""
+        """Compute d_x (R, in) from d_y (R, out), unless d_x is None."""
         (a, b), starts, adapters = ctx.w.adapters(key), ctx.layer.saved.starts, None
         if a is not None:
             d_h = self._d_hidden_of(ctx, key, tensor_of(d_y))
@@ -72,12 +72,12 @@ class ExpertLinear:
             )  # fmt: skip
 
     def trains(self, ctx: LayerContext, key: str) -> bool:
-        """True if weight_gradients needs x and d_y as tensors."""
+        """Return True if weight_gradients needs x and d_y as tensors."""
         return key in ctx.g or ctx.g.adapters(key)[0] is not None
 
     def weight_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, x: Tensor) -> None:
-        """Compute the wanted gradients of the matrix and its adapters; call after input_gradient.
-        The experts' weights may be factors of x instead of d_y."""
+        """Compute the wanted gradients of the matrix and of its adapters; call input_gradient
+        before this method. The experts' weights may multiply x or d_y."""
         g, starts = ctx.g, ctx.layer.saved.starts
         if key in g:
             grouped_gradient(self.dev, g[key], d_y, x, starts)
@@ -101,8 +101,8 @@ class ExpertLinear:
                 reduce.sum_parts(self.dev, d_b, [part])
 
     def bias_gradients(self, ctx: LayerContext, key: str, d_y: Tensor, *weighed: Tensor) -> None:
-        """Compute the gradients of biases, if wanted. weighed: weights and order of the rows, if
-        d_y is not yet multiplied by the weights."""
+        """Compute the wanted gradients of biases. weighed: weights and order of the rows; empty if
+        d_y is already multiplied by the weights."""
         d, starts = ctx.g.bias(key), ctx.layer.saved.starts
         if d is not None:
             d = d._replace(tensor=d.tensor.view(starts.size - 1, d_y.shape[1]))
@@ -113,13 +113,14 @@ class ExpertLinear:
         return self._d_hidden.rows(0, prod(shape)).view(*shape)
 
     def _hidden_memory(self, temps: ExitStack, x: Tensor, experts: Tensor) -> Tensor:
-        """Scratch for h (R, n * rank), for n parts of each expert's matrix. experts: all A, (E, n *
-        rank, in)."""
+        """Return scratch for h (R, n * rank), if each expert's matrix has n parts. experts: the A
+        of all experts, (E, n * rank, in)."""
         shape = (x.shape[0], experts.shape[1])
         return temps.enter_context(self.dev.scratch("expert_hidden", shape, x.dtype))
 
     def _expanded(self, temps: ExitStack, ctx: LayerContext, key: str, b: Tensor) -> Tensor:
-        """All B (E, out, n * rank), with scaling; scratch of `temps`."""
+        """Return the B of all experts, (E, out, n * rank), times their scaling, as scratch of
+        `temps`."""
         shape = self._shape_of_b(ctx, key)
         whole = temps.enter_context(self.dev.scratch("expert_lora_b", shape, b.dtype))
         adapter.expand(self.dev, _below_each_other(whole), b, *self._blocks(ctx, key))
@@ -130,14 +131,14 @@ class ExpertLinear:
         return matrix.groups, matrix.shape[0] // matrix.groups, _parts_of(matrix) * matrix.rank
 
     def _blocks(self, ctx: LayerContext, key: str) -> tuple:
-        """The spans, scales and groups that `adapter`'s functions take."""
+        """Return the spans, scales and groups that functions of `adapter` take."""
         matrix = self._adapted[ctx.layer.index, key]
         n = _parts_of(matrix)
         return matrix.spans[:n], matrix.scales[:n], matrix.groups
 
 
 def biases_of(w: PartWeights, key: str, count: int) -> Tensor | None:
-    """Biases (E, out) of `count` experts, or None."""
+    """Return the biases (E, out) of `count` experts; None without biases."""
     bias = w.bias(key)
     return bias and bias.view(count, bias.size // count)
 
@@ -147,7 +148,7 @@ def _parts_of(matrix: Adapted) -> int:
 
 
 def _by_expert(a: Tensor, starts: Tensor) -> Tensor:
-    """All A (E, n * rank, in)."""
+    """Return the A of all experts, (E, n * rank, in)."""
     E = starts.size - 1
     return a.view(E, a.shape[0] // E, a.shape[1])
 

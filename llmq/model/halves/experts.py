@@ -1,23 +1,24 @@
-"""A mixture of experts as a half of a block, between its norm and the residual stream.
+"""A mixture of experts in a transformer block, from the norm of the input to the addition to the
+residual stream.
 
     x -> router -> the experts of each row, and their weights
     x -> gather -> experts_up -> swiglu -> experts_down -> combine -> out
 
-Paired experts have clamped_swiglu instead of swiglu, and biases in all three products. Experts
-without gates have the activation of MLPs.
+Paired experts have clamped_swiglu in place of swiglu, and biases in all three products. Experts
+without gates have the same activation as MLPs.
 
-Each of a micro-batch's S rows has `active` experts. The R = S * active pairs of row and expert are
-sorted by expert, and each expert multiplies its pairs' rows. No row is dropped, and no shape
-depends on the routing. The router's decisions, a few bytes of each row, are always kept from
-forward to backward.
+Each of the S rows (tokens) of a micro-batch is sent to `active` experts. The R = S * active pairs
+of row and expert are sorted by expert, and each expert multiplies the rows of its pairs. No row is
+dropped, and no shape depends on the routing. The router's decisions, a few bytes per row, are
+always kept from forward to backward.
 
-A row's weight multiplies the output of `experts_down`, but backward does not read that output:
+The weight of a row multiplies the output of `experts_down`, but backward does not read that output:
 
     d_act = weight * (d_out @ experts_down)        d_weight = act . (d_out @ experts_down)
                                                               + d_out . bias
 
-The kernel of act's gradient computes act again. Only experts for which it does not, such as paired
-experts, may keep act.
+The kernel of act's gradient recomputes act. Only experts for which this kernel does not, such as
+paired experts, may keep act.
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -44,12 +45,13 @@ from llmq.ops.quantize.fp8_scale import abs_max
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. router_logits: F32 (S, E). chosen: I32 (S, K), the
-    K experts of each row. weights: F32 (S, K), these experts' weights. order: I32 (R,), s * K + k
-    for each sorted row, which is row s at its k-th expert. place: I32 (S, K), the sorted row of
-    each choice. starts: I32 (E+1,), the first sorted row of each expert. up: (R, 2F). act: (R, F).
-    shared: tensors of the shared expert. unscaled: F32 (S, K), weights without trained factors of
-    experts; None without such factors."""
+    """The tensors of one layer that backward reads. router_logits: F32 (S, E). chosen: I32 (S, K),
+    the K experts of each row. weights: F32 (S, K), the weights of these experts. order: I32 (R,), s
+    * K + k for each sorted row, which is row s for its k-th expert. place: I32 (S, K), the sorted
+    row for each row and choice. starts: I32 (E+1,), the first sorted row of each expert. up: (R,
+    2F), the output of experts_up. act: (R, F), the activation. shared: the tensors of the shared
+    expert; None without a shared expert. unscaled: F32 (S, K), weights before multiplication by
+    experts' trained factors; None without such factors."""
 
     router_logits: Tensor
     chosen: Tensor
@@ -64,7 +66,7 @@ class _Saved(NamedTuple):
 
 
 class ExpertsHalf:
-    """The halves of all layers with experts."""
+    """The experts of all layers with experts."""
 
     def __init__(self, shared: ModelContext):
         self.dev, self.routers = shared.dev, Linear(shared.dev)
@@ -72,7 +74,7 @@ class ExpertsHalf:
         config, experts, self.operands = shared.config, shared.config.experts, shared.operands
         self.eps, self.gelu = config.norm_eps, config.activation == "geglu"
         self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
-        if config.arch.beside_mlp:  # the router's norm has a factor of its own
+        if config.arch.beside_mlp:  # the router's norm has its own factor
             self.routers.alpha = config.hidden_size**-0.5
         self.clamp = None if experts.alpha is None else (experts.alpha, experts.limit)
         rows = shared.options.batch.micro_tokens * experts.active
@@ -129,8 +131,8 @@ class ExpertsHalf:
             self.shared.forward(ctx, x)
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Tensor, Tensor | None]:
-        """x (S, C), None if no gradient needs it; up (R, 2F); the shared expert's up (S, 2Fs) or
-        None."""
+        """Return x (S, C), None if no gradient needs x; up (R, 2F); and the shared expert's up (S,
+        2Fs), or None."""
         computed, shared, x, shared_up = ctx.layer.recompute.ffn, self.shared, None, None
         up = ctx.layer.saved.up.place(self.dev, ctx.temps)
         trained = "router" in ctx.g or self.linear.trains(ctx, "experts_up")
@@ -149,7 +151,8 @@ class ExpertsHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Ignores `inside`; overwrites up."""
+        """Compute gradients as Half.backward does; the method ignores `inside` and overwrites
+        up."""
         layer, kept, (x, up, shared_up) = ctx.layer, ctx.layer.saved, inputs
         if self.shared is not None:
             self.shared.backward(ctx, x, shared_up, d_out, d_x)
@@ -182,7 +185,8 @@ class ExpertsHalf:
             self._backward_router(ctx, x, d_out, d_weights, d_x)
 
     def _activate(self, up: Tensor, to: OutBuffers) -> None:
-        """Write the activation (R, F) of up, (R, 2F) or without gates (R, F), to its buffers."""
+        """Write the activation (R, F) of up, (R, 2F) or without gates (R, F), to the buffers
+        `to`."""
         if self.clamp is None:
             self.activation[0](self.dev, to.tensor, up, abs_max=to.abs_max, fp8=to.fp8)
             return
@@ -194,13 +198,14 @@ class ExpertsHalf:
     def _tensor_of(
         self, temps: ExitStack, to: OutBuffers, shape: tuple[int, int], dtype: DType
     ) -> Tensor:
-        """The tensor for a kernel that writes no codes: the buffers' own, or scratch."""
+        """Return the tensor for a kernel that writes no codes: the tensor of the buffers, or
+        scratch."""
         if to.tensor is not None:
             return to.tensor
         return temps.enter_context(self.dev.scratch("expert_tensor", shape, dtype))
 
     def _other_forms(self, to: OutBuffers, x: Tensor) -> None:
-        """Write the codes and the largest |x| of x, as far as the buffers have memory for both."""
+        """Write the codes of x, and the largest |x|, if the buffers have memory for either."""
         if to.fp8 is not None:
             quantize.scaled(self.dev, x, to.fp8, abs_max=to.abs_max)
         elif to.abs_max is not None:
@@ -215,9 +220,9 @@ class ExpertsHalf:
         up: Tensor,
         to: OutBuffers,
     ) -> None:
-        """Write up's gradient to `to`, and the gradient of the experts' weights to d_weights.
-        d_act: (R, F), not multiplied by weights. act: becomes forward's act times weights; None:
-        not wanted."""
+        """Write the gradient of up to `to`, and the gradient of the experts' weights to d_weights.
+        d_act: (R, F), the gradient of act, not multiplied by weights. act: becomes forward's act
+        times the weights; None if not wanted."""
         dev, weights = self.dev, kept.weights
         if self.clamp is None and self.gated:
             swiglu.weighted_backward(
@@ -239,8 +244,8 @@ class ExpertsHalf:
     def _backward_up(
         self, ctx: LayerContext, x: Tensor | None, d_up: Operand, d_x: Tensor | None
     ) -> None:
-        """Compute experts_up's gradients and, unless None, d_x (S, C). With a shared expert, add to
-        d_x."""
+        """Compute experts_up's gradients, and d_x (S, C) unless d_x is None. With a shared expert,
+        add to d_x."""
         dev, kept = self.dev, ctx.layer.saved
         with ExitStack() as temps:
             d_rows = d_x and temps.enter_context(self._sorted("d_expert_x", kept, d_x))
@@ -263,8 +268,8 @@ class ExpertsHalf:
         d_weights: Tensor,
         d_x: Tensor | None,
     ) -> None:
-        """Compute the router's gradients. Add the gradient of the router's input to d_x, unless
-        None; with router_norm, to ctx.d_stream."""
+        """Compute the gradients of the router. Add the gradient of the router's input to d_x,
+        unless d_x is None; with router_norm, add to ctx.d_stream."""
         dev, layer, w, g, logits = self.dev, ctx.layer, ctx.w, ctx.g, ctx.layer.saved.router_logits
         balance = self.balance
         how = self.scores | {"factors": balance.factors, "targets": balance.targets}
@@ -291,8 +296,8 @@ class ExpertsHalf:
             dev.zero(correction.tensor)
 
     def _router_input(self, temps: ExitStack, ctx: LayerContext) -> Tensor:
-        """Input (S, C) of a router with a norm of its own: the normed stream. The router's norm has
-        the same statistics as the norm in front of the half."""
+        """Return the normed stream (S, C), the input of a router with a separate norm. The router's
+        norm has the same statistics as the norm before the experts."""
         stream, rstd = ctx.layer.norm.stream, ctx.layer.norm.stats.rstd
         z = scratch_like(self.dev, temps, "router_input", stream)
         norm.post(self.dev, z, rstd, stream, None, ctx.w["router_norm"], self.eps)
@@ -326,8 +331,8 @@ class ExpertsHalf:
     def _multiply_down(
         self, ctx: LayerContext, temps: ExitStack, up: Tensor, act: OutBuffers
     ) -> None:
-        """Write the half's output from up (R, 2F). act: buffers for the activation (R, F), which
-        live as long as `temps`."""
+        """Compute the output of the experts from up (R, 2F). act: buffers for the activation (R,
+        F), which live as long as `temps`."""
         kept, out = ctx.layer.saved, ctx.layer.out.out
         self._activate(up, act)
         operand = self.operands.finalize(temps, act)
@@ -338,8 +343,8 @@ class ExpertsHalf:
     def _gathered(
         self, temps: ExitStack, kept: _Saved, name: str, x: Operand, *, whole: bool = True
     ) -> Operand:
-        """The rows of x (S, n) by expert, (R, n), scratch of `temps`. whole: False: if x has codes,
-        only codes."""
+        """Return the rows of x (S, n) sorted by expert, (R, n), as scratch of `temps`. whole: False
+        if only the codes of x are wanted, in case x has codes."""
         codes = rows = None
         if isinstance(x, Fp8):
             codes = temps.enter_context(self._sorted(f"{name}.q", kept, x.codes))
@@ -353,5 +358,5 @@ class ExpertsHalf:
         return Fp8(source=rows, codes=codes, transposed=None, scale=x.scale)
 
     def _sorted(self, name: str, kept: _Saved, like: Tensor) -> AbstractContextManager[Tensor]:
-        """Scratch (R, n) for `like` (S, n)."""
+        """Return scratch (R, n) for the sorted rows of `like` (S, n)."""
         return self.dev.scratch(name, (kept.order.size, like.shape[1]), like.dtype)

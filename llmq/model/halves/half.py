@@ -1,9 +1,10 @@
-"""Interface of a half of a block: attention, an MLP, experts, or another branch of the stream.
+"""The interface of a half of a block: attention, an MLP, experts, or another branch of the residual
+stream.
 
-A kind of half is a class in a file of its own and a line of `HALVES`. One object computes the
-halves of its kind in all layers. `ctx.layer` is the layer: the architecture's declaration (`spec`),
-the tensors that `keep` has allocated (`saved`), and the generator's cache (`cache`). `ctx` also has
-the weights, gradients and scratch of the pass.
+Each kind of half is a class in a file of its own, with a line in `HALVES`. One object computes the
+halves of one kind in all layers. `ctx.layer` describes the layer: the architecture's declaration
+(`spec`), the tensors that `keep` has allocated (`saved`), and the generator's cache (`cache`).
+`ctx` also holds the weights, gradients and scratch of the pass.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,12 @@ from llmq.runtime.device import Device
 
 
 class ModelContext(NamedTuple):
-    """Objects that all halves of a model share. norms: the norms in front of halves, in forward and
-    again in backward. backend: attention's, see halves/attention.directions. rope_tables: by layer,
-    see halves/attention.rope_tables. inputs: the micro-step's inputs. balance: losses of experts'
-    routers; None without experts or training. layer_inputs: (rows, L*P), the vectors that all
-    layers add, see `per_layer.py`; None without per-layer embeddings."""
+    """The objects that all halves of a model share. norms: the norms before halves, in forward and
+    recomputed in backward. backend: backend of attention, as in halves/attention.directions.
+    rope_tables: by layer, the result of halves/attention.rope_tables. inputs: the inputs of the
+    micro-step. balance: the losses of experts' routers; None without experts or without training.
+    layer_inputs: (rows, L*P), the vectors that all layers add (`per_layer.py`); None without such
+    vectors."""
 
     dev: Device
     config: ModelConfig
@@ -43,30 +45,31 @@ class ModelContext(NamedTuple):
 
 
 class Half(Protocol):
-    """Turns the output of a norm into a branch of the residual stream. rows = B*T."""
+    """The computation of a branch of the residual stream from the output of a norm. rows is B*T,
+    the number of tokens."""
 
     def __init__(self, shared: ModelContext): ...
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """True if backward may read the half's kept input; False if backward computes the input
-        again."""
+        """Return True if backward may read the half's kept input; False if backward recomputes the
+        input."""
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
-        """Keys of the matrices whose products backward computes again."""
+        """Return the keys of the matrices whose products backward recomputes."""
 
     def keep(self, layer: HalfLayer) -> Any:
         """Allocate the tensors of a layer that live from forward to backward."""
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        """Write ctx.layer.out from x (rows, C). With ctx.layer.cache, read the earlier tokens'
-        keys, values or states there, and store those of x."""
+        """Compute ctx.layer.out from x (rows, C). If ctx.layer.cache is given, read keys, values or
+        states of earlier tokens there, and store those of x."""
 
     def recompute(self, ctx: LayerContext) -> Any:
-        """The tensors that backward reads, kept or computed again. If the whole block is computed
-        again, write ctx.layer.out, too."""
+        """Return the tensors that backward reads, kept or recomputed. If the whole block is
+        recomputed, write ctx.layer.out, too."""
 
     def backward(
         self, ctx: LayerContext, inputs: Any, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Compute d_x (rows, C), unless None, and gradients of weights from d_out (rows, C).
-        inside: False if only the output product's weights need gradients."""
+        """Compute d_x (rows, C), unless d_x is None, and the gradients of weights, from d_out
+        (rows, C). inside: False if only the weights of the output product need gradients."""

@@ -1,20 +1,21 @@
-"""Multi-head latent attention as a half of a block, between its norm and the residual stream.
+"""Multi-head latent attention in a transformer block, from the norm of the input to the addition to
+the residual stream.
 
     x -> latents -> norm -> q_b  -> queries ------+
                  -> norm -> kv_b -> keys, values -+-> rope -> attention -> o -> out
                  -> key with RoPE ----------------+
 
-Attention's kernels take heads of one size: zeros pad the shorter heads. A head of queries or keys
-is [P channels with RoPE | N channels without]. Backward computes the norms of latents again.
+Attention's kernels take heads of equal size, so zeros pad the shorter heads. A head of queries or
+keys is [P channels with RoPE | N channels without]. Backward recomputes the norms of latents.
 
-Generation caches one row [normed latent (R) | key with RoPE (P)] of each token for all heads. A
-head's matrix of keys K multiplies the query, and its matrix of values V multiplies attention's
-output, so that keys and values of single heads are never computed (the absorbed form):
+Generation caches one row [normed latent (R) | key with RoPE (P)] per token for all heads. The
+matrix of a head's keys K multiplies the query, and the matrix of its values V multiplies
+attention's output, so that keys and values of single heads are never computed (the absorbed form):
 
     q . (K c) = (K^T q) . c            sum of p (V c) = V (sum of p c)
 
-`operands` turns a tensor into an operand of products. Letters for sizes are explained in
-arch/latent.py.
+The object `operands` makes an operand of products from a tensor. arch/latent.py explains the
+letters for sizes.
 """
 
 from contextlib import ExitStack
@@ -37,10 +38,10 @@ from llmq.ops.experts.grouped import grouped_matmul
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. latents: (rows, Rq + R + P); without a latent for
-    queries, the queries take the place of Rq. qkv: (rows, 3 H Hd), after RoPE. lse: F32 (B, H, T).
-    att: (rows, H V). q_latent: (rows, Rq), None without a latent for queries. kv_latent: (rows, R).
-    Both are normed, and scratch."""
+    """The tensors of one layer that backward reads. latents: (rows, Rq + R + P); without a latent
+    for queries, the queries replace the Rq columns. qkv: (rows, 3 H Hd), after RoPE. lse: F32 (B,
+    H, T). att: (rows, H V). q_latent: (rows, Rq), None without a latent for queries. kv_latent:
+    (rows, R). Both tensors are normed, and are scratch."""
 
     latents: Activation
     qkv: Activation
@@ -68,12 +69,12 @@ class LatentHalf:
         its = self.its
         self.of_latent = its.query_rank or self.H * its.keys  # first column of the latent for keys
         self.columns = self.of_latent + its.rank + its.rotary
-        self.head_starts = self.identity = None  # made for passes that continue texts
+        self.head_starts = self.identity = None  # set in passes that continue texts
 
     # -- memory ----------------------------------------------------------------------------------
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """False also if backward repeats a product of codes, as in attention."""
+        """Return False also if backward repeats a product of codes, as in attention."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -103,30 +104,30 @@ class LatentHalf:
         return temps.enter_context(self.dev.scratch(name, shape, self.operands.dtype))
 
     def _by_head(self, tensor: Tensor) -> Tensor:
-        """(rows, n * Hd) as (B, T, n, Hd)."""
+        """Return a view of (rows, n * Hd) as (B, T, n, Hd)."""
         return tensor.view(self.B, self.T, tensor.shape[1] // self.Hd, self.Hd)
 
     def _copy(self, out: Tensor, to: Place, x: Tensor, of: Place, size: int) -> None:
         heads.copy(self.dev, out, x, self.rows, self.H, size, to, of)
 
     def _columns(self, out: Tensor, to: int, x: Tensor, of: int, size: int) -> None:
-        """out[:, to : to + size] = x[:, of : of + size]."""
+        """Set out[:, to : to + size] = x[:, of : of + size]."""
         places = (Place(first, each.shape[1], 0) for first, each in ((to, out), (of, x)))
         heads.copy(self.dev, out, x, self.rows, 1, size, *places)
 
     def _packed(self, kind: int, channel: int = 0) -> Place:
-        """The place of heads in qkv. kind: 0 for queries, 1 for keys, 2 for values. channel: the
-        first channel of each head."""
+        """Return the place of heads in qkv. kind: 0 for queries, 1 for keys, 2 for values. channel:
+        the first channel of each head."""
         return Place(kind * self.H * self.Hd + channel, 3 * self.H * self.Hd, self.Hd)
 
     def _of_kv(self) -> tuple[Place, Place]:
-        """The places of keys and of values in the product of kv_b."""
+        """Return the places of keys and of values in the product of kv_b."""
         keys, values = self.H * self.its.plain, self.H * self.its.values
         row = keys + values
         return Place(0, row, self.its.plain), Place(keys, row, self.its.values)
 
     def _first(self, name: str) -> int:
-        """The column of latents where "q_latent" or "kv_latent" begins."""
+        """Return the column of latents at which "q_latent" or "kv_latent" begins."""
         return 0 if name == "q_latent" else self.of_latent
 
     def _rotate(self, x: Tensor, queries: int, keys: int) -> None:
@@ -154,7 +155,7 @@ class LatentHalf:
         self.linear.forward(ctx, "o", out, x, addend)
 
     def _normed(self, ctx: LayerContext, temps: ExitStack, latents: Tensor, name: str) -> Operand:
-        """The normed latent of queries, "q_latent", or of keys and values, "kv_latent"."""
+        """Return the normed latent of queries, "q_latent", or of keys and values, "kv_latent"."""
         out = self.operands.buffers(temps, getattr(ctx.layer.saved, name))
         with ExitStack() as inner:
             self._norm_latent(ctx, inner, latents, name, out)
@@ -163,8 +164,8 @@ class LatentHalf:
     def _norm_latent(
         self, ctx: LayerContext, temps: ExitStack, latents: Tensor, name: str, out: OutBuffers
     ) -> tuple[Tensor, Stats]:
-        """Write the normed latent to `out`. Returns the latent (rows, R) without norm, and its
-        statistics, in scratch of `temps`."""
+        """Write the normed latent to `out`. Return the latent (rows, R) before the norm, and the
+        norm's statistics, in scratch of `temps`."""
         shape = getattr(ctx.layer.saved, name).shape
         raw = self._scratch(temps, f"{name} raw", *shape)
         self._columns(raw, 0, latents, self._first(name), shape[1])
@@ -174,7 +175,7 @@ class LatentHalf:
         return raw, stats
 
     def _queries(self, ctx: LayerContext, temps: ExitStack, latents: Tensor) -> Tensor:
-        """A matrix whose rows begin with the queries: H heads of [P | N]."""
+        """Return a matrix whose rows begin with the queries: H heads of [P | N]."""
         if self.its.query_rank is None:
             return latents
         q = self._scratch(temps, "queries", self.rows, self.H * self.its.keys)
@@ -250,8 +251,8 @@ class LatentHalf:
             self._copy(att, _side_by_side(att, H), made, Place(0, V, rows * V), V)
 
     def _rotated(self, ctx: LayerContext, temps: ExitStack, latents: Tensor) -> Tensor:
-        """The queries and, as the P first channels of one more head, the shared key, both after
-        RoPE: (rows, (H + 1) Hd)."""
+        """Return the queries, and the shared key as the first P channels of one more head, both
+        after RoPE: (rows, (H + 1) Hd)."""
         x = self._scratch(temps, "rotated", self.rows, (self.H + 1) * self.Hd)
         with ExitStack() as inner:
             q = self._queries(ctx, inner, latents)
@@ -263,8 +264,8 @@ class LatentHalf:
         return x
 
     def _of_heads(self, ctx: LayerContext, temps: ExitStack) -> tuple[Tensor, Tensor, bool]:
-        """The heads' matrices of keys (H, N, R) and of values (H, V, R), and False. With codes or
-        adapters they are computed as kv_b's product with the identity: (H, R, N), (H, R, V), and
+        """Return the matrices of the heads' keys (H, N, R) and values (H, V, R), and False. With
+        codes or adapters, return kv_b's product with the identity: (H, R, N), (H, R, V), and
         True."""
         its, H, w = self.its, self.H, ctx.w["kv_b"]
         sizes, count = (its.plain, its.values), H * its.plain
@@ -289,8 +290,8 @@ class LatentHalf:
     def recompute(
         self, ctx: LayerContext
     ) -> tuple[Operand | None, Tensor, Tensor, Tensor, Operand | None]:
-        """x (rows, C); latents, qkv and att; att as an operand of the output product. x and the
-        operand are None if no gradient needs them."""
+        """Return x (rows, C); latents, qkv and att; and att as an operand of the output product. x
+        and the operand are None if no gradient needs either."""
         r, saved, x, o_input = ctx.layer.recompute, ctx.layer.saved, None, None
         kept = (saved.latents, saved.qkv, saved.att)
         latents, qkv, att = (each.place(self.dev, ctx.temps) for each in kept)
@@ -313,7 +314,7 @@ class LatentHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """inputs: the result of recompute. Other arguments: as in attention.py."""
+        """Compute gradients as Half.backward does; inputs: the result of recompute."""
         dev, (x, latents, qkv, att, o_input) = self.dev, inputs
         with ExitStack() as temps:
             d_qkv = d_att = None
@@ -350,7 +351,8 @@ class LatentHalf:
             self.linear.weight_gradients(ctx, "latents", d_latents, x)
 
     def _padded(self, temps: ExitStack, x: Tensor) -> Tensor:
-        """Heads of V channels (rows, H V), padded with zeros to Hd channels (B, T, H, Hd)."""
+        """Return heads of V channels (rows, H V), padded with zeros to Hd channels (B, T, H,
+        Hd)."""
         if self.its.values == self.Hd:
             return self._by_head(x)
         out = self._scratch(temps, "padded", self.rows, self.H * self.Hd)
@@ -362,7 +364,7 @@ class LatentHalf:
         self, ctx: LayerContext, latents: Tensor, d_qkv: Tensor, d_latents: Tensor
     ) -> None:
         """Compute d_latents (rows, Rq + R + P) and the weights' gradients from d_qkv (rows, 3 H
-        Hd), the gradient in front of RoPE."""
+        Hd), the gradient before RoPE."""
         its, Q = self.its, self.H * self.its.keys
         with ExitStack() as temps:
             d_q = d_latents
@@ -390,8 +392,8 @@ class LatentHalf:
         d_out: Tensor,
         d_latents: Tensor,
     ) -> None:
-        """Compute the gradients of a latent's product and norm, and the latent's columns of
-        d_latents."""
+        """Compute the gradients of a latent's product and norm, and the columns of d_latents for
+        this latent."""
         w, g, norm = ctx.w, ctx.g, f"{name}_norm"
         with ExitStack() as temps:
             out = self.operands.buffers_again(temps, getattr(ctx.layer.saved, name), product=False)
@@ -410,5 +412,5 @@ class LatentHalf:
 
 
 def _side_by_side(x: Tensor, count: int) -> Place:
-    """The place of heads in a matrix (rows, count * channels) without other columns."""
+    """Return the place of heads in a matrix (rows, count * channels) without other columns."""
     return Place(0, x.shape[1], x.shape[1] // count)

@@ -1,12 +1,12 @@
-"""An MLP as a half of a block, between its norm and the residual stream.
+"""An MLP in a transformer block, from the norm of the input to the addition to the residual stream.
 
     x -> up -> swiglu|geglu|gelu|relu2 -> down -> out
 
 Dimensions: rows = B*T, C channels, F width; the up product of a gated MLP has 2F columns. The
-activation is the epilogue of the up product; the activation's gradient is the epilogue of the down
-product's input gradient (`ops/product/product.py`). `operands` turns a tensor into an operand of
-products: fp8 codes and a scale, or the tensor itself. With --mlp-dtype e4m3 the two products in
-front of an activation write fp8 codes, too: mlp_up, and the gradient of the activation's output.
+activation function is the epilogue of the up product; its gradient is the epilogue of the down
+product's input gradient (`ops/product/product.py`). The object `operands` makes an operand of
+products from a tensor: fp8 codes and a scale, or the tensor. With --mlp-dtype e4m3, two products
+also write fp8 codes: mlp_up, and the gradient of the activation's output.
 """
 
 from contextlib import ExitStack
@@ -29,15 +29,15 @@ from llmq.ops.product.product import activate
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. mlp_up: (rows, F), in a gated MLP (rows, 2F).
-    mlp_act: (rows, F)."""
+    """The tensors of one layer that backward reads. mlp_up: (rows, F), or in a gated MLP (rows,
+    2F). mlp_act: (rows, F)."""
 
     mlp_up: Activation
     mlp_act: Activation
 
 
 class MlpHalf:
-    """The MLP halves of all layers. Scratch lives as long as `temps`."""
+    """The MLPs of all layers. Scratch lives as long as `temps`."""
 
     def __init__(self, shared: ModelContext):
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
@@ -58,7 +58,7 @@ class MlpHalf:
         )
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
-        """x: normed input (rows, C). Writes the half's output (rows, C)."""
+        """Compute the MLP's output (rows, C) from x, its normed input (rows, C)."""
         operands, saved, (out, addend) = self.operands, ctx.layer.saved, ctx.layer.out
         up = saved.mlp_up  # (rows, 2F)
         up = operands.product_output(up.tensor_id, up.shape, up.tensor)
@@ -69,12 +69,12 @@ class MlpHalf:
         self.linear.forward(ctx, "down", out, act, addend)
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Result]:
-        """x (rows, C), None if no gradient needs it; and mlp_up."""
+        """Return x (rows, C), None if no gradient needs x; and mlp_up."""
         kept, again, x = ctx.layer.saved.mlp_up, ctx.layer.recompute.ffn, None
         up = self.operands.result_again(kept.tensor_id, kept.place(self.dev, ctx.temps))
         if again or self.linear.needs_input(ctx, "up"):
             x = self.norms.recompute(ctx, product=again)
-        if again:  # the same bits as forward's product with the activation
+        if again:  # with the same bits as forward's product and activation
             alone = Activated(name=self.activation, to=None)
             self.linear.forward(ctx, "up", up, x, epilogue=alone)
         if ctx.layer.made_again:
@@ -88,8 +88,9 @@ class MlpHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """d_out: gradient of the half's output (rows, C). Overwrites d_x (rows, C). inputs: the
-        result of recompute; overwrites mlp_up unless it is codes. Ignores `inside`."""
+        """d_out: gradient of the MLP's output (rows, C). d_x: receives the gradient of the input
+        (rows, C). inputs: the result of recompute; mlp_up is overwritten unless it holds codes.
+        inside: ignored."""
         (x, up), operands, saved = inputs, self.operands, ctx.layer.saved
         with ExitStack() as temps:
             d_up = self._up_gradient_buffers(temps, ctx, up)  # (rows, 2F)
@@ -111,8 +112,8 @@ class MlpHalf:
             self.linear.weight_gradients(ctx, "up", d_up, x)
 
     def _up_gradient_buffers(self, temps: ExitStack, ctx: LayerContext, up: Result) -> OutBuffers:
-        """Buffers for mlp_up's gradient: mlp_up's memory, unless this holds codes and is too
-        small."""
+        """Return buffers for mlp_up's gradient: the memory of mlp_up, unless this memory holds
+        codes and is too small."""
         saved, bias = ctx.layer.saved.mlp_up, ctx.g.bias("up") is not None
         out = up
         if isinstance(up, ProductCodes):

@@ -1,9 +1,10 @@
-"""An MLP beside experts as one half of a block, each behind a norm: Gemma 4's 26B-A4B.
+"""An MLP and experts side by side in a transformer block, each followed by a norm: Gemma 4's
+26B-A4B.
 
     x -> MLP -> norm --------------------+--> out
     stream -> norm -> experts -> norm ---+
 
-x is the stream behind the half's norm. All norms of the stream have the same statistics.
+x is the stream after the norm before the MLP. All norms of the stream share the same statistics.
 """
 
 from contextlib import ExitStack
@@ -71,7 +72,7 @@ class MlpAndExpertsHalf:
         branch = self._again.get(name) if part.made_again else None
         if branch is None:
             branch = layer.alloc(f"{name}_branch", *layer.norm.stream.shape)
-        if part.made_again:  # all recomputed layers share the branch
+        if part.made_again:  # recomputed layers share the branch's memory
             self._again[name] = branch
         part.out = HalfOut(branch)
         post = "ln2_mlp_post" if name == "mlp" else "ln2_experts_post"
@@ -90,8 +91,8 @@ class MlpAndExpertsHalf:
             residual = out
 
     def recompute(self, ctx: LayerContext) -> list[Any]:
-        """Return the tensors that backward of each part needs. The MLP comes first: if the whole
-        block is computed again, the MLP's norm makes the stream again."""
+        """Return the tensors that backward of the MLP and of the experts needs. The MLP comes
+        first, because its norm recomputes the stream if the whole block is recomputed."""
         mlp, experts = ctx.layer.saved
         of_mlp = self.halves[0].recompute(ctx._replace(layer=mlp.layer))
         inner = ctx._replace(layer=experts.layer, before=None)
@@ -100,8 +101,8 @@ class MlpAndExpertsHalf:
     def backward(
         self, ctx: LayerContext, inputs: list, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """The experts come first, because the MLP overwrites d_x, which may be the memory of
-        d_out."""
+        """Compute the gradients of the experts, then of the MLP, which overwrites d_x, perhaps the
+        memory of d_out."""
         (mlp, experts), stream, d_stream = ctx.layer.saved, ctx.layer.norm.stream, ctx.d_stream
         key = experts.layer.spec.norm
         with ExitStack() as temps:
@@ -123,8 +124,8 @@ class MlpAndExpertsHalf:
         d_out: Tensor,
         d_x: Tensor | None,
     ) -> None:
-        """Compute d_x (rows, C), the gradient of a part's input, from d_out (rows, C), the gradient
-        behind the part's output norm."""
+        """Compute d_x (rows, C), the gradient of the part's input, from d_out (rows, C), the
+        gradient after the part's output norm."""
         with ExitStack() as temps:
             d_branch = scratch_like(self.dev, temps, f"d_{part.layer.spec.name}_branch", d_out)
             to = self.operands.measured(part.layer.out_id, d_branch)

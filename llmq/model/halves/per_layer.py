@@ -1,11 +1,11 @@
-"""A vector for each layer and token, and the half that adds it to the stream: Gemma 4's E2B and
+"""A vector for each layer and token, and its addition to the residual stream: Gemma 4's E2B and
 E4B.
 
     inputs = norm(C^-1/2 * per_layer_in @ x) + P^1/2 * table[token]       x: the embedding
     x -> per_layer_gate -> gelu -> times the layer's inputs -> per_layer_out -> out
 
-The half has no norm in front of it. P: channels of a layer's vectors. One tensor has the vectors of
-all layers; backward turns a layer's columns into their gradient.
+No norm precedes per_layer_gate. P: channels of a layer's vector. One tensor holds the vectors of
+all layers; backward replaces a layer's columns by their gradient.
 """
 
 from contextlib import ExitStack
@@ -27,8 +27,8 @@ from llmq.runtime.device import Device
 
 
 class PerLayerInputs:
-    """The vectors of all layers. inputs: (rows, L*P). rstd: F32 (rows*L,), statistics of the
-    vectors' norm."""
+    """The vectors that all layers add to the stream. inputs: (rows, L*P). rstd: F32 (rows*L,),
+    statistics of the vectors' norm."""
 
     BLOCKS = ("per_layer_table", "per_layer")
 
@@ -40,7 +40,7 @@ class PerLayerInputs:
         self.linear = Linear(dev, alpha=config.hidden_size**-0.5)
 
     def _by_layer(self, tensor: Tensor) -> Tensor:
-        """(rows, L*P) as (rows*L, P)."""
+        """Return a view of (rows, L*P) as (rows*L, P), for L layers."""
         return tensor.view(tensor.size // self.P, self.P)
 
     def _by_token(self, tokens: Tensor) -> Tensor:
@@ -59,12 +59,12 @@ class PerLayerInputs:
     def backward(
         self, d_x: Tensor, x: Tensor, tokens: Tensor, w: PartWeights, g: PartGrads
     ) -> None:
-        """Add to d_x (rows, C), and compute weights' gradients. `inputs` holds its own gradient by
-        now."""
+        """Add the gradient of x to d_x (rows, C), and compute the weights' gradients. At this point
+        `inputs` holds its gradient."""
         dev, table, shape = self.dev, g.get("per_layer_table"), self.inputs.shape
         if table is not None:
             if not table.accumulate:
-                dev.zero(table.tensor)  # for the rows of tokens that do not occur
+                dev.zero(table.tensor)  # for the rows of tokens that do not occur in the batch
             of_rows = (table._replace(accumulate=True), self._by_token(tokens), tokens)
             padding, vocab = self.config.padding_row, self.config.padded_vocab
             embedding.backward(dev, *of_rows, self.P**0.5, padding, 0, vocab)
@@ -84,14 +84,15 @@ class PerLayerInputs:
 
 
 class _Saved(NamedTuple):
-    """The tensors kept of one layer. gate: (rows, P), before GELU. act: (rows, P), never kept."""
+    """The tensors of one layer that forward keeps. gate: (rows, P), before GELU. act: (rows, P),
+    never kept."""
 
     gate: Activation
     act: Activation
 
 
 class PerLayerHalf:
-    """The halves that add the vectors, in all layers. Scratch lives as long as `temps`."""
+    """The computations that add the vectors, in all layers. Scratch lives as long as `temps`."""
 
     def __init__(self, shared: ModelContext):
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
@@ -125,7 +126,7 @@ class PerLayerHalf:
         multiply(self.dev, out, x, self.inputs, self.P, at)
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Tensor]:
-        """x (rows, C), None if no gradient needs it; and gate (rows, P)."""
+        """Return x (rows, C), None if no gradient needs x; and gate (rows, P)."""
         gate, again, x = ctx.layer.saved.gate, ctx.layer.recompute.ffn, None
         gate = gate.place(self.dev, ctx.temps)
         if again or self.linear.needs_input(ctx, "per_layer_gate"):
@@ -137,7 +138,8 @@ class PerLayerHalf:
     def backward(
         self, ctx: LayerContext, inputs: tuple, d_out: Tensor, d_x: Tensor | None, *, inside: bool
     ) -> None:
-        """Also overwrites the layer's columns of the inputs with their gradient."""
+        """Compute gradients as Half.backward does, and overwrite the layer's columns of the inputs
+        with their gradient."""
         dev, layer, operands, (x, gate) = self.dev, ctx.layer, self.operands, inputs
         with ExitStack() as temps:
             act, d_gate = (scratch_like(dev, temps, f"per_layer_{n}", gate) for n in ("act", "d"))

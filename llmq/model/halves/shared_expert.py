@@ -1,9 +1,10 @@
-"""The shared expert, which every token meets beside its chosen experts, with or without a gate.
+"""The shared expert, which computes every token beside the token's chosen experts, with or without
+a gate.
 
     x -> shared_up -> swiglu|relu2 (-> * sigmoid(x @ shared_gate)) -> shared_down -> added to out
 
-Architectures multiply by the gate behind shared_down. The gate is a factor of whole rows, so that
-in front of shared_down it has the same effect, and backward needs no output of shared_down.
+Architectures multiply by the gate after shared_down. The gate is a factor of whole rows, so
+multiplying before shared_down has the same effect, and backward needs no output of shared_down.
 """
 
 from contextlib import ExitStack
@@ -28,8 +29,8 @@ _SIGMOID = {"kind": "sigmoid"}  # the gate is a router with one expert
 
 
 class SharedKept(NamedTuple):
-    """The tensors kept of one layer. gate_logits, gate: F32 (S, 1); None without a gate. up: (S,
-    2Fs), or without gates (S, Fs). act: (S, Fs)."""
+    """The tensors of one layer that forward keeps. gate_logits, gate: F32 (S, 1); None without a
+    gate. up: (S, 2Fs), or (S, Fs) without gates. act: (S, Fs)."""
 
     gate_logits: Tensor | None
     gate: Tensor | None
@@ -38,14 +39,14 @@ class SharedKept(NamedTuple):
 
 
 class SharedExpert:
-    """The shared experts of all layers. S: rows of the stream."""
+    """The shared experts of all layers. S: number of rows of the residual stream."""
 
     def __init__(self, shared: ModelContext):
         self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
         self.operands = shared.operands
         self.activation = ACTIVATIONS[shared.config.activation]
         self.gated = shared.config.arch.shared_gated
-        if self.gated:  # each row chooses one expert
+        if self.gated:  # each row chooses the only expert
             rows = shared.options.batch.micro_tokens
             places = np.arange(rows, dtype=np.int32)[:, None]
             self._places = self.dev.constant("shared_places", places, I32, "Activations")
@@ -86,7 +87,7 @@ class SharedExpert:
             add(dev, out, out, y)
 
     def up_again(self, ctx: LayerContext, x: Operand | None) -> Tensor:
-        """up (S, 2Fs), kept or computed again."""
+        """Return up (S, 2Fs), kept or recomputed."""
         up = ctx.layer.saved.shared.up.place(self.dev, ctx.temps)
         if ctx.layer.recompute.ffn:
             self.linear.forward(ctx, "shared_up", up, x)
@@ -98,7 +99,8 @@ class SharedExpert:
     def backward(
         self, ctx: LayerContext, x: Operand | None, up: Tensor, d_out: Tensor, d_x: Tensor | None
     ) -> None:
-        """Compute d_x (S, C), unless d_x is None, and the weights' gradients. Overwrites `up`."""
+        """Compute d_x (S, C), unless d_x is None, and the weights' gradients. The method overwrites
+        `up`."""
         dev, linear, operands = self.dev, self.linear, self.operands
         layer, kept, gate = ctx.layer, ctx.layer.saved.shared, ctx.w.get("shared_gate")
         with ExitStack() as temps:

@@ -1,9 +1,10 @@
-"""A gated short convolution as a half of a block, between its norm and the residual stream.
+"""A gated short convolution in a transformer block, from the norm of the input to the addition to
+the residual stream.
 
     x -> conv_in -> b, c, x -> b * x -> convolution -> times c -> conv_o -> out
 
-A row of conv_in's product is (b, c, x). Backward computes everything but this product again.
-`operands` turns a tensor into an operand of products: fp8 codes and a scale, or the tensor itself.
+A row of conv_in's product is (b, c, x). Backward recomputes all tensors except this product. The
+object `operands` makes an operand of products from a tensor: fp8 codes and a scale, or the tensor.
 """
 
 from contextlib import ExitStack
@@ -19,8 +20,8 @@ from llmq.ops.pointwise.elementwise import multiply
 
 
 class _Saved(NamedTuple):
-    """Tensors of one layer that backward reads. conv_in: (rows, 3C). conv_gated: (rows, C), never
-    kept."""
+    """The tensors of one layer that backward reads. conv_in: (rows, 3C), output of the product with
+    conv_in. conv_gated: (rows, C), the convolution's output times c, never kept."""
 
     conv_in: Activation
     conv_gated: Activation
@@ -50,7 +51,7 @@ class ShortConvHalf:
         )
 
     def _by_token(self, tensor: Tensor) -> Tensor:
-        """(rows, n) as (B, T, n)."""
+        """Return a view of (rows, n) as (B, T, n)."""
         return tensor.view(self.B, self.T, tensor.shape[1])
 
     # -- forward ---------------------------------------------------------------------------------
@@ -64,9 +65,9 @@ class ShortConvHalf:
         self.linear.forward(ctx, "conv_o", out, x, addend)
 
     def _gated(self, ctx: LayerContext, temps: ExitStack, conv_in: Tensor) -> tuple[Tensor, Tensor]:
-        """The output product's input, and the convolution's output, (rows, C) each."""
+        """Return the output product's input, and the convolution's output, (rows, C) each."""
         C, starts, before = self.C, self.starts, None
-        if ctx.layer.cache is not None:  # where a text begins, the state is 0
+        if ctx.layer.cache is not None:  # the state is 0 at the beginning of a text
             starts, before = None, ctx.layer.cache["before"]
         gated = ctx.layer.saved.conv_gated.place(self.dev, ctx.temps)
         conv = scratch_like(self.dev, temps, "conv", gated)
@@ -79,8 +80,8 @@ class ShortConvHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(self, ctx: LayerContext) -> tuple[Operand | None, Tensor, Tensor, Operand | None]:
-        """x (rows, C), conv_in, the convolution's output, and conv_gated as the output product's
-        operand. x and the operand are None if no gradient needs them."""
+        """Return x (rows, C), conv_in, the convolution's output, and conv_gated as the output
+        product's operand. x and the operand are None if no gradient needs either."""
         r, x, o_input = ctx.layer.recompute, None, None
         conv_in = ctx.layer.saved.conv_in.place(self.dev, ctx.temps)
         if r.qkv or self.linear.needs_input(ctx, "conv_in"):

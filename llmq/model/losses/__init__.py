@@ -1,4 +1,5 @@
-"""Losses, one file each: their inputs, statistics, weights of rows, and reported numbers."""
+"""Losses, one per file: each declares inputs, statistics, weights of tokens, and reported
+numbers."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -13,7 +14,7 @@ from llmq.options.loss_params import LOSS_PARAMS, OF_LOGITS
 
 
 def _named_losses() -> dict[str, type[Loss]]:
-    """The losses of all files here that declare a name of --loss, by this name."""
+    """Return the losses of this folder that declare a name of --loss, by this name."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
     classes = [each for module in modules for each in vars(module).values()]
     named = [each for each in classes if isinstance(each, type) and "name" in vars(each)]
@@ -21,18 +22,19 @@ def _named_losses() -> dict[str, type[Loss]]:
 
 
 LOSSES: dict[str, type[Loss]] = _named_losses()
-"""Losses of an LM head by name."""
+"""Losses of models with an LM head, by name."""
 
 OF_SCORES: dict[str, type[Loss]] = {"ce": Classes, "reward": Reward}
-"""Losses of a score head."""
+"""Losses of models with a score head, by name."""
 
 
 _OWN = frozenset(LOSS_PARAMS)
 
 
 def register(loss: type[ArrayLoss]) -> str:
-    """Add a user's class to the losses of --loss, replacing an earlier class of its name,
-    and return the name. ConfigError if it is no ArrayLoss, or has the name of a built-in loss."""
+    """Add a user's class to the losses of --loss, replacing an earlier class of the same name, and
+    return the name. Raise ConfigError if the class is not an ArrayLoss, or has the name of a
+    built-in loss."""
     if not issubclass(loss, ArrayLoss) or "name" not in vars(loss):
         raise ConfigError(
             f"--loss: {loss.__name__} is no loss: give a subclass of llmq.ArrayLoss with a name"

@@ -1,4 +1,4 @@
-"""Losses of a user's class, which computes on arrays: NumPy's on the CPU, CuPy's on a GPU."""
+"""Losses that a user's class computes on arrays: NumPy arrays on the CPU, CuPy arrays on a GPU."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ from llmq.runtime.device import Device
 
 
 class ArrayLoss(TokenCrossEntropy):
-    """Base of a user's loss: a subclass with a `name` overrides `row_weights`, `of_logits` or both,
-    and is passed to `llmq.Trainer(loss=...)`.
+    """Base class of a user's loss: a subclass with a `name` overrides `row_weights`, `of_logits` or
+    both, and is passed to `llmq.Trainer(loss=...)`.
 
-    The methods compute with `xp`, which is NumPy on the CPU and CuPy on a GPU. A GPU captures their
-    launches once and replays them for every micro-batch: no branch may depend on an element, and
-    nothing may wait for the GPU. CuPy's memory for their results is not in the plan. The reported
-    loss is the mean over trained tokens of each token's loss times its weight.
+    The methods compute with `xp`, which is NumPy on the CPU and CuPy on a GPU. A GPU captures the
+    launches of these methods once, and replays the launches for every micro-batch: no branch may
+    depend on an element, and no call may wait for the GPU. Memory plans do not include the memory
+    that CuPy allocates for results. The reported loss is the mean over trained tokens of each
+    token's loss times its weight.
 
-    name: the word of --loss. arrays: names of float32 arrays (B, T) that come with each batch, in
-    `Batch.named` or in files FILE.NAME.npy beside token files. ahead: whether `row_weights` reads
-    losses, so that the head makes its logits twice. largest: see `Loss`, for an fp8 head.
+    name: the value of --loss that selects the class. arrays: names of float32 arrays (B, T) that
+    come with each batch, in `Batch.named` or in files FILE.NAME.npy beside token files. ahead: True
+    if `row_weights` reads losses; the head then computes its logits twice. largest: the largest
+    absolute weight, which an fp8 head must know (`Loss`).
     """
 
     arrays: ClassVar[tuple[str, ...]] = ()
 
     def row_weights(self, xp: ModuleType, targets: Any, losses: Any, **arrays: Any) -> Any:
-        """The factor of each token's gradient, float32 (B, T), of any sign.
+        """Return the factor of each token's gradient, float32 (B, T), of any sign.
 
         targets: int32 (B, T); negative for masked tokens, whose weights are ignored. losses:
-        float32 (B, T), each token's loss; None without `ahead`. arrays: float32 (B, T) by name.
+        float32 (B, T), each token's loss; None unless `ahead` is True. arrays: float32 (B, T) by
+        name.
         """
         raise NotImplementedError
 
     def of_logits(self, xp: ModuleType, logits: Any, targets: Any, **arrays: Any) -> tuple:
-        """Return losses, float32 (rows,), and their gradients by the logits, float32 (rows, V), for
-        some rows of the micro-batch. Without this method losses are cross-entropy.
+        """Return losses, float32 (rows,), and their gradients with respect to the logits, float32
+        (rows, V), for some rows of the micro-batch. Without this method, losses are cross-entropy.
 
         logits: float32 (rows, V). targets: int32 (rows,); 0 in masked rows, whose results are
         ignored. arrays: float32 (rows,) by name.
@@ -55,7 +58,7 @@ class ArrayLoss(TokenCrossEntropy):
 
     @classmethod
     def overrides(cls, method: str) -> bool:
-        """True if the subclass has this method."""
+        """Return True if the subclass overrides this method."""
         return getattr(cls, method) is not getattr(ArrayLoss, method)
 
     def __init__(self, ctx: LossContext):
@@ -75,11 +78,11 @@ class ArrayLoss(TokenCrossEntropy):
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """Infinity: a user's loss has no bound."""
+        """Return infinity, because a user's loss has no bound."""
         return inf
 
     def weights(self, rows: Rows) -> Tensor | None:
-        """Weights of rows, by one call of row_weights."""
+        """Return the weights of tokens, from one call of row_weights."""
         if self._weights is None:
             return None
 
@@ -95,24 +98,26 @@ class ArrayLoss(TokenCrossEntropy):
         return self._rows
 
     def add(self, stats: Tensor, rows: Rows) -> None:
-        """Add losses times weights to the statistics, in validations, too."""
+        """Add the losses times the weights to the statistics, in validations, too."""
         weights = self.weights(rows)
         cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
 
 
 class ArrayRows(NamedTuple):
-    """The losses of rows by `ArrayLoss.of_logits`. arrays: F32 (rows,), in the loss's order."""
+    """The losses of rows that `ArrayLoss.of_logits` computes. arrays: F32 (rows,) each, in the
+    order of the loss's `arrays`."""
 
     loss: ArrayLoss
     arrays: Sequence[Tensor]
 
     def rows(self, start: int, stop: int) -> ArrayRows:
-        """The losses of these rows alone."""
+        """Return the losses of rows [start, stop) only."""
         return self._replace(arrays=[array.rows(start, stop) for array in self.arrays])
 
     def launch(self, dev: Device, rows: LogitRows, *, gradient: bool) -> None:
-        """Replace logits by the gradient of the losses times weights, 0 in masked rows and in
-        columns >= vocab_size. Without a gradient logits stay. lse: log-sum-exp of the row."""
+        """Replace logits by the gradient of the losses times the weights, 0 in masked rows and in
+        columns >= vocab_size. If `gradient` is False, the logits stay. lse: the log-sum-exp of the
+        row's logits."""
         names, wide, vocab_size = self.loss.arrays, rows.logits.dtype is F32, rows.vocab_size
 
         def work(xp: ModuleType, logits: Any, losses: Any, lse: Any, targets: Any, *more: Any):
@@ -134,12 +139,12 @@ class ArrayRows(NamedTuple):
 
 
 def widened(xp: ModuleType, bits: Any) -> Any:
-    """float32 numbers of the uint16 bits of BF16."""
+    """Return the float32 numbers of BF16 numbers that are given as uint16 bits."""
     return (bits.astype(xp.uint32) << 16).view(xp.float32)
 
 
 def rounded(xp: ModuleType, values: Any) -> Any:
-    """The uint16 bits of BF16 nearest to float32 numbers; NaN stays NaN."""
+    """Return the uint16 bits of the BF16 numbers nearest to float32 numbers; NaN stays NaN."""
     bits = values.view(xp.uint32)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return xp.where(xp.isnan(values), 0x7FC0, nearest).astype(xp.uint16)

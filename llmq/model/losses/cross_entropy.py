@@ -1,4 +1,4 @@
-"""The mean cross-entropy of tokens that are not masked."""
+"""The mean cross-entropy over all tokens that are not masked."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ from llmq.ops.loss import cross_entropy
 
 
 class TokenCrossEntropy(Loss):
-    """Each target token has the weight 1. Reported numbers: lse_max and lse_mean, maximum and mean
-    of the logits' log-sum-exp; loss_1k, the mean loss of tokens at the first 1024 positions of
-    their sequences."""
+    """Cross-entropy in which each target token has the weight 1. Reported numbers: lse_max and
+    lse_mean, maximum and mean of the logits' log-sum-exp; loss_1k, the mean loss of tokens at the
+    first 1024 positions of sequences."""
 
     name = "ce"
     sums = TOKEN_STATS[len(STATS) :]

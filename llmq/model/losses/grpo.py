@@ -1,4 +1,5 @@
-"""Losses of texts that the model itself sampled, weighted by advantages (`ops/loss/grpo.py`)."""
+"""Losses of texts that the model itself has sampled, weighted by advantages
+(`ops/loss/grpo.py`)."""
 
 from collections.abc import Mapping
 from math import inf, nan
@@ -15,11 +16,11 @@ from llmq.ref.loss.grpo import CAPPED, PER_DOCUMENT, PER_TOKEN, SEQUENCE, SUMS, 
 
 
 class Grpo(Loss):
-    """GRPO: a token's loss is minus its advantage times the ratio of its probability to its
-    probability under the sampling model, clipped to bounds. The loss is the mean over documents of
-    the mean over their trained tokens. With beta, the divergence from a reference is added: the
-    ratio times exp(g) - g - 1, where g is the reference's log-probability ("scores") less the
-    model's.
+    """GRPO: the loss of a token is minus its advantage times a ratio, clipped to bounds: its
+    probability over its probability under the sampling model. The loss is the mean over documents
+    of the mean over a document's trained tokens. With beta, the divergence from a reference model
+    is added: the ratio times exp(g) - g - 1, where g is the reference's log-probability ("scores")
+    minus the model's.
 
     Reported numbers are means over tokens: ratio; clipped, the share of tokens whose ratio is out
     of bounds; drift, |log-probability - log-probability when sampled|; kl, with beta, the
@@ -42,7 +43,8 @@ class Grpo(Loss):
 
     @classmethod
     def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
-        """Target tokens' advantages, and their log-probabilities under the sampling model."""
+        """Return the inputs: advantages of target tokens, and their log-probabilities under the
+        sampling model."""
         own = (Input("advantages", sidecar=ARRAYS), Input("sampled", sidecar=ARRAYS))
         return (*own, Input("scores", sidecar=SCORES)) if optim.has_reference else own
 
@@ -54,11 +56,11 @@ class Grpo(Loss):
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """inf: advantages, and with them the loss, have no bound."""
+        """Return infinity, because advantages, and with these the loss, have no bound."""
         return inf
 
     def prepare(self, rows: Rows) -> None:
-        """Compute the sums of each document."""
+        """Compute the sums over each document's tokens."""
         grpo.sums(self.dev, self._sums, self._samples(rows))
 
     def weights(self, rows: Rows) -> Tensor:
@@ -79,15 +81,15 @@ class Grpo(Loss):
 
 
 class DrGrpo(Grpo):
-    """Dr. GRPO: each document's sum is divided by the same length, so that tokens of long documents
-    do not count less."""
+    """Dr. GRPO: the sum over each document is divided by the same length, so that tokens of long
+    documents do not count less."""
 
     name = "dr-grpo"
 
 
 class Dapo(Grpo):
-    """DAPO: the loss is the mean over all tokens of the step, and the ratio's upper bound is
-    larger."""
+    """DAPO: the loss is the mean over all tokens of the step, and the ratio has a larger upper
+    bound."""
 
     name = "dapo"
     per = PER_TOKEN

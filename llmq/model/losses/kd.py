@@ -1,4 +1,4 @@
-"""Distillation from a teacher's token distributions (`ops/loss/distill.py`)."""
+"""Distillation from a teacher model's token distributions (`ops/loss/distill.py`)."""
 
 from collections.abc import Mapping
 
@@ -13,10 +13,10 @@ from llmq.options.groups.optim import OptimOptions
 
 
 class Distillation(TokenCrossEntropy):
-    """A mixture of the targets' cross-entropy and of a divergence from the teacher's probabilities.
-    The teacher gives the k largest probabilities of each token; all others count as one event.
-    Reported numbers: kl, the mean divergence in nats, at the temperature; loss_1k, as in
-    TokenCrossEntropy, of the mixture."""
+    """A mixture of cross-entropy and of a divergence from the teacher's probabilities. The teacher
+    gives the k largest probabilities for each token; all other tokens count as one event. Reported
+    numbers: kl, the mean divergence in nats, at the temperature; loss_1k, the mean mixture at the
+    first 1024 positions of sequences."""
 
     name = "kd"
     sums = (*TokenCrossEntropy.sums, "kl")
@@ -36,7 +36,8 @@ class Distillation(TokenCrossEntropy):
 
     @classmethod
     def inputs(cls, optim: OptimOptions) -> tuple[Input, ...]:
-        """For each token, k token ids as the bits of F32, then these ids' log-probabilities."""
+        """Return the input: for each token, k token ids as the bits of F32, then the
+        log-probabilities of these ids."""
         return (Input("scores", shape=(2 * optim.loss_values["top-k"],), sidecar=SCORES),)
 
     def of_rows(self) -> Teacher:

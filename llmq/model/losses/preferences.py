@@ -1,4 +1,4 @@
-"""Preference losses of pairs of answers to one prompt (`ops/loss/pairs.py`)."""
+"""Preference losses for pairs of answers to one prompt (`ops/loss/pairs.py`)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,12 +20,14 @@ PARTNER = Input("partner", per=TOKEN, sidecar=PAIRS)
 
 
 class Preferences(Loss):
-    """DPO. An answer's reward is beta times its log-probability less the reference model's.
+    """DPO: the loss falls with the chosen answer's reward minus the rejected answer's reward. The
+    reward of an answer is beta times its log-probability minus the reference model's
+    log-probability.
 
-    Both answers of a pair are in one row; the named input "partner" has their positions. A pair
-    with an answer without targets does not count. referenced: True if the loss reads the
+    Both answers of a pair are in one row; the named input "partner" gives their positions. A pair
+    does not count if one of its answers has no targets. referenced: True if the loss reads the
     reference's log-probabilities. The loss and its numbers are means over pairs: margin, chosen
-    less rejected reward; accuracy, the share of pairs with a positive margin; reward_chosen,
+    minus rejected reward; accuracy, the share of pairs with a positive margin; reward_chosen,
     reward_rejected; logp_chosen, logp_rejected."""
 
     name = "dpo"
@@ -52,18 +54,18 @@ class Preferences(Loss):
     def _form(cls, optim: OptimOptions) -> Form:
         values = optim.loss_values
         by_form = (values.get("gamma", 0.0), values.get("smoothing", 0.0))
-        by_mean = int(values.get("normalize", True))  # ORPO, without this option, always does
+        by_mean = int(values.get("normalize", True))  # True for ORPO, which lacks this option
         return Form(cls.kind, by_mean, values["beta"], *by_form, values["sft"])
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """The loss of two answers of one token each, with all tokens equally likely."""
+        """Return the loss of two answers of one token each, if all tokens are equally likely."""
         gain, logp, count = np.zeros(1), np.full(1, -log(outputs)), np.ones(1)
         answer = Documents(gain if cls.referenced else logp, logp, count)
         return float(of_pair(cls._form(optim), answer, answer).loss[0])
 
     def prepare(self, rows: Rows) -> None:
-        """Sums over each answer's tokens."""
+        """Compute the sums over each answer's tokens."""
         reference, places = self.named.get("scores"), self._places(rows)
         pairs.sums(self.dev, self._sums, rows.targets, rows.losses, reference, places)
 
@@ -94,15 +96,16 @@ class Preferences(Loss):
 
 
 class Ipo(Preferences):
-    """IPO: the squared difference between 1 / (2 beta) and the chosen answer's gain less the
-    rejected one's. A gain is the log-probability less the reference's."""
+    """IPO: the squared difference between 1 / (2 beta) and the gain of the chosen answer minus the
+    gain of the rejected answer. A gain is the log-probability minus the reference's
+    log-probability."""
 
     name = "ipo"
     kind = IPO
 
 
 class SimPo(Preferences):
-    """SimPO: DPO without a reference, on the mean log-probability of an answer's tokens, with the
+    """SimPO: DPO without a reference, on the mean log-probability of an answer's tokens, with a
     margin gamma."""
 
     name = "simpo"
@@ -110,17 +113,19 @@ class SimPo(Preferences):
 
 
 class Orpo(SimPo):
-    """ORPO: the loss of the answers' odds ratio is added to the chosen answer's cross-entropy."""
+    """ORPO: the loss of the odds ratio of both answers is added to the chosen answer's
+    cross-entropy."""
 
     name = "orpo"
     kind = ORPO
 
 
 class Kto(Preferences):
-    """KTO: single answers with a label. Desirable answers should gain more than a shift, others
-    less. The shift, without a gradient, estimates the divergence from the reference: the mean gain,
-    at least 0, of answers to other prompts. These answers are the pairs' second documents. The mean
-    is over the micro-batches of all ranks, as in TRL."""
+    """KTO: a loss for single answers, each with a label, desirable or undesirable. Desirable
+    answers should gain more than a shift, and undesirable answers less. The shift, which has no
+    gradient, estimates the divergence from the reference: the mean gain, at least 0, of answers to
+    other prompts. The second document of each pair is such an answer. The mean runs over the
+    current micro-batches of all ranks, as in TRL."""
 
     name = "kto"
     kind = KTO
@@ -130,13 +135,13 @@ class Kto(Preferences):
         super().__init__(ctx)
         self._shift = ctx.dev.alloc("shift", (1,), F32, "Activations")
         self._gained = ctx.dev.alloc("gained", (ctx.dev.mesh.size(), 2), F64, "Activations")
-        ctx.dev.zero(self._gained)  # ranks that are silent in a rehearsal write nothing
+        ctx.dev.zero(self._gained)  # ranks that skip exchanges in a rehearsal write nothing
         self._lane = Lane(ctx.dev, arrive="comm")
         self._lane.add("gained")
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """The larger weight, an upper bound of the loss."""
+        """Return the larger of both weights, an upper bound of the loss."""
         return max(optim.loss_values["desirable"], optim.loss_values["undesirable"])
 
     @classmethod
@@ -150,7 +155,7 @@ class Kto(Preferences):
         return super().numbers(sums) | {"kl": sums["kl"] / (sums["count"] or float("nan"))}
 
     def prepare(self, rows: Rows) -> None:
-        """Sums over each answer's tokens, and the shift from the gains of all ranks."""
+        """Compute the sums over each answer's tokens, and the shift from the gains on all ranks."""
         super().prepare(rows)
         mesh, gained, lane = self.dev.mesh, self._gained, self._lane
         own = gained.rows(mesh.index(), mesh.index() + 1).view(2)

@@ -1,4 +1,4 @@
-"""Losses of a score head, which scores each document behind the last token."""
+"""Losses of a score head, which scores each document after its last token."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,8 @@ def _labels(ctx: LossContext, *, linear: bool) -> Labels:
 
 
 class Classes(TokenCrossEntropy):
-    """Cross-entropy of documents' classes. accuracy: the share of documents whose right class is
-    the likeliest."""
+    """Cross-entropy of the classes of documents. accuracy: the share of documents for which the
+    right class is the likeliest."""
 
     sums = (*TokenCrossEntropy.sums, "hits")
     validated = shown = ("accuracy",)
@@ -42,8 +42,8 @@ class Classes(TokenCrossEntropy):
 
 
 class Reward(SimPo):
-    """Bradley-Terry loss: -log sigmoid(score of the chosen answer - score of the rejected one).
-    Reported numbers: as in Preferences, with scores as rewards."""
+    """Bradley-Terry loss: -log sigmoid(score of the chosen answer - score of the rejected answer).
+    Reported numbers: the numbers of Preferences, with scores as rewards."""
 
     kind = SIGMOID
 

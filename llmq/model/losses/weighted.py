@@ -12,9 +12,9 @@ from llmq.options.groups.optim import OptimOptions
 
 
 class Weighted(TokenCrossEntropy):
-    """Cross-entropy times a weight for each token. If weights are advantages, this is a policy
-    gradient. The sum of weighted losses is divided by the number of trained tokens, whatever their
-    weights. loss_1k is weighted, too."""
+    """Cross-entropy times a weight for each token. With advantages as weights, this loss is a
+    policy gradient. The sum of weighted losses is divided by the number of trained tokens, whatever
+    the weights. The number loss_1k is weighted, too."""
 
     name = "weighted"
 
@@ -24,7 +24,7 @@ class Weighted(TokenCrossEntropy):
 
     @classmethod
     def guessing(cls, optim: OptimOptions, outputs: int) -> float:
-        """Infinity: weights have no bound."""
+        """Return infinity, because weights have no bound."""
         return inf
 
     def weights(self, rows: Rows) -> Tensor:
@@ -36,7 +36,7 @@ class Weighted(TokenCrossEntropy):
 
 
 class MessageWeights(TokenCrossEntropy):
-    """Cross-entropy with weights from 0 to 1 of messages, from the token files. The loss and
+    """Cross-entropy with a weight from 0 to 1 for each message, from the token files. The loss and
     loss_1k are weighted means over all ranks and micro-batches."""
 
     sums = (*TokenCrossEntropy.sums, "tokens")
