@@ -67,9 +67,8 @@ class Model:
         self.operands = operands_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         # True if products may read weights as codes; DoRA's norms of rows need decoded weights.
-        self._few_rows = (
-            loss is None and shape[0] <= MOST_CODED_ROWS and not options.model.lora_dora
-        )
+        few = shape[0] <= MOST_CODED_ROWS
+        self._few_rows = few and loss is None and not options.model.lora_dora
         of_head = options
         if loss is not None and not trains:
             options = _forward_only(options)
