@@ -55,7 +55,7 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     alive: file that a thread touches whenever the ranks make progress; None: no thread touches a
     file.
     """
-    config = make_config(options | {"steps": steps, "cooldown": 0})  # timing sets both
+    config = make_config(options | {"steps": steps, "cooldown": 0})  # timing needs these values
     model, model_dir = model_of_run(config)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"

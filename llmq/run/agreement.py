@@ -25,7 +25,8 @@ _ENDS = 1 << 16  # number of bytes that are compared at each end of a token file
 def check_start(
     config: TrainConfig, model: ModelConfig, plan: Any, weights: HfWeights | None, world: World
 ) -> None:
-    """Raise ConfigError for the first version, option, model field or plan that differs.
+    """Raise ConfigError for the first version, option, model field or plan that differs between
+    processes.
 
     plan: choices of a rank's plan, such as memory sizes. weights: files of the model's first
     weights.

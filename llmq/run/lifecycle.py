@@ -272,7 +272,7 @@ class Lifecycle:
         checkpoint."""
         self._writer.stop(give_up=give_up)
         if not (self.world.several or give_up):
-            with suppress(Exception):  # after a failed device the first error counts
+            with suppress(Exception):  # a failed device would raise its error again
                 self.poll(wait=True)
 
     # -- the best --------------------------------------------------------------------------------

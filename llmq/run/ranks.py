@@ -349,8 +349,8 @@ class Ranks:
     ) -> int:
         """Enqueue an optimizer step on all ranks without waiting. Returns the step's ticket.
 
-        batches: the micro-batches of each rank of this process, each with its number for
-        `rings.scalars_of`.
+        batches: the micro-batches of each rank of this process, each with the number that
+        `rings.scalars_of` takes.
         """
         calls: dict[int, Callable[[], int]] = {}
         own = []

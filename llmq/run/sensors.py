@@ -102,8 +102,8 @@ class Sensor:
         self._told_lost = False
 
     def poll(self, news: deque[str]) -> None:
-        """Take a sample, and append lines about new errors to `news`. Only the thread calls this
-        method."""
+        """Take a sample, and append lines about new errors to `news`. Only the thread of `Sensors`
+        calls this method."""
         sample = self.source.read()
         if self._taken:
             self._window, self._taken = Window(), False

@@ -30,7 +30,7 @@ class Field(NamedTuple):
     most: float | None = None
 
     def read(self, name: str, body: Mapping[str, Any]) -> Any:
-        """Return the value, or the default for null and for a missing field. Raises Refused (400)
+        """Return the field's value; null and a missing field give the default. Raises Refused (400)
         for a value of another type or outside the bounds."""
         value = body.get(name)
         if value is None:

@@ -45,8 +45,8 @@ class Shares(Callback):
 
     def deal(self, of_ranks: Sequence[Sequence[Batch]]) -> list[list[tuple[int, Batch]]]:
         """Deal micro-batches by shares. of_ranks: equally many micro-batches by rank. Each rank
-        gets a consecutive part of all micro-batches. Returns (number, batch) by rank, with numbers
-        as in `rings.scalars_of`."""
+        gets a consecutive part of all micro-batches. Returns (number, batch) pairs by rank;
+        `rings.scalars_of` takes the number."""
         count = self._accumulation
         edges = [0, *accumulate(self.of(len(of_ranks[0])))]
         placed = [(r * count + i, b) for r, own in enumerate(of_ranks) for i, b in enumerate(own)]
