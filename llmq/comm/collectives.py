@@ -1,15 +1,16 @@
-"""Collectives between ranks, which the training step calls on the groups of `dev.mesh`.
+"""Collectives between ranks; the training step calls them on the groups of `dev.mesh`.
 
-The ranks along "shard" hold one replica of the state together, each rank its shard. The ranks along
-"replica" hold the same shard of different replicas. The ranks along "context", a subset of the
-ranks along "shard", exchange parts of sequences. Along several axes together, ranks only gather.
+A group is the set of ranks along an axis of the mesh. The ranks along "shard" hold one replica of
+the state together, each rank its shard. The ranks along "replica" hold the same shard of different
+replicas. The ranks along "context", a subset of the ranks along "shard", exchange parts of
+sequences. Part p of a buffer (W*n,) is its n elements from p*n on, with W ranks in the group.
 
 Every call is enqueued on the current stream and returns at once. When the stream has executed the
 call, its targets are complete and its sources may be overwritten. The calls of one rank must run
 one after another (on one stream, or with events between streams); only gathers from pinned memory
-may run beside exchanges (`exchange_stream`). W is the number of ranks in a group. All ranks make
-the same calls in the same order. All ranks also allocate the same tensors in the same order, so
-that a peer's tensor lies at the same offset of the peer's memory.
+may run beside exchanges (`exchange_stream`). All ranks make the same calls in the same order. All
+ranks allocate the same tensors in the same order, so that a peer's tensor lies at the same offset
+of the peer's memory.
 """
 
 from abc import ABC, abstractmethod
@@ -24,21 +25,21 @@ from llmq.runtime.mesh import SHARD, Mesh
 
 
 def storages(dev: Device) -> dict[str, Storage]:
-    """Return the memory that peers may reach, by place."""
+    """Return the device's memory that peers may reach, by place ("gpu", "pinned" or the like)."""
     places = {p: arena.storage for p, arena in dev.arenas.items() if arena.storage.tier.direct}
     return places | {"stack": dev.stack.storage}
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors of one device start at the same byte."""
+    """Return True if two tensors of one device start at the same byte."""
     return a.storage is b.storage and a.offset == b.offset
 
 
 class Comm(ABC):
     """One rank's end of the collectives of a group. ranks: the numbers of the group's `size` ranks,
     in order. rank: this rank's place in `ranks`. waits_for: name of the ranks for which this rank's
-    thread waits now, for diagnosis; None: the thread does not wait. exchange_stream: the stream on
-    which gradients are reduced: "comm", as gathers are, or "exchange"."""
+    thread waits now, for diagnosis; None if the thread does not wait. exchange_stream: name of the
+    stream on which gradients are reduced, either "comm", the stream of gathers, or "exchange"."""
 
     exchange_stream = "comm"
     waits_for: str | None = None
@@ -50,9 +51,10 @@ class Comm(ABC):
         self.rank, self.size = dev.mesh.index(*axes), len(self.ranks)
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
-        """Write rank p's src to part p of dst. dst: (W*n,). src: (n,) of the same dtype; dst's own
-        part (in place), or another tensor, which may be pinned or in files. mirror: a pinned copy
-        of src for peers that direct copies cannot reach; all ranks give one, or none does."""
+        """Write rank p's src to part p of dst. dst: (W*n,). src: (n,) of dst's dtype, either this
+        rank's part of dst or another tensor, which may be in pinned memory or in files. mirror: a
+        copy of src in pinned memory, for peers that direct copies cannot reach; either all ranks
+        give a mirror, or no rank does."""
         if dst.dtype != src.dtype:
             raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
         if dst.size != self.size * src.size:
@@ -60,7 +62,7 @@ class Comm(ABC):
                 f"all_gather: dst must have {self.size} x {src.size} elements, got {dst!r}"
             )
         self._begin(f"all_gather {dst.name}")
-        if not src.direct:  # no peer reaches src
+        if not src.direct:  # no peer can read src
             own = part(dst, self.rank, self.size)
             self._dev.copy(own, src)
             src = own
@@ -88,13 +90,13 @@ class Comm(ABC):
     def all_to_all(
         self, buffer: Tensor, spare: Tensor | None, written: Event | None = None
     ) -> list[Tensor]:
-        """Exchange parts; return W tensors (n,), all ranks' parts for this rank, by source rank.
-        buffer: (W*n,), with part p for rank p. spare: (n,) of the same dtype; None with one rank.
-        The results lie inside buffer or spare; other parts of buffer are destroyed. In round k rank
-        r sends to rank r + k and receives from rank r - k. The first round receives into spare,
-        each later round into the part that the round before has sent. written: event after which
-        nothing else changes buffer. Data that pass through host memory are sent after this event,
-        even if the current stream is still busy with an earlier exchange."""
+        """Send part p of buffer to rank p; return the W tensors (n,) that this rank receives, by
+        source rank. buffer: (W*n,). spare: (n,) of buffer's dtype; None with one rank. The results
+        lie inside buffer or spare; all other parts of buffer are overwritten. In round k rank r
+        sends to rank r + k and receives from rank r - k. The first round receives into spare; each
+        later round receives into the part that the round before has sent. written: event after
+        which no other kernel changes buffer. Data that pass through host memory are sent after this
+        event, even if the current stream is still busy with an earlier exchange."""
         self._check_parts("all_to_all", buffer)
         if self.size > 1:
             if spare is None or spare.dtype != buffer.dtype:
@@ -128,8 +130,8 @@ class Comm(ABC):
         """Return a part (n,) of buffer that has no result after reduce_scatter or all_to_all."""
         return part(buffer, self.rank - 1, self.size)
 
-    def close(self) -> None:  # noqa: B027 - most have none
-        """Release a library's resources; the device calls this when it is closed."""
+    def close(self) -> None:  # noqa: B027 - most subclasses hold no resources
+        """Release a library's resources; the device calls this method when the device is closed."""
 
     def _begin(self, operation: str) -> None:
         self._dev.last_operation = operation
@@ -151,9 +153,9 @@ class Comm(ABC):
     def _all_to_all(
         self, buffer: Tensor, targets: list[Tensor], written: Event | None, out: Tensor | None
     ) -> None:
-        """Exchange parts. targets[k]: tensor to which round k writes the part from rank r - k.
-        targets[0]: this rank's own part. out: the tensor whose parts, by source rank, are the
-        targets; None: the targets lie as `all_to_all` says."""
+        """Send part p of buffer to rank p. targets[k]: tensor to which round k writes the part from
+        rank r - k; targets[0] is this rank's own part. out: the tensor whose parts, by source rank,
+        are the targets; None if the targets lie as `all_to_all` says."""
 
 
 def part(buffer: Tensor, index: int, count: int) -> Tensor:
@@ -164,7 +166,7 @@ def part(buffer: Tensor, index: int, count: int) -> Tensor:
 
 
 class SilentComm(Comm):
-    """Collectives that move nothing: targets keep their former content."""
+    """Collectives that move no data, so that targets keep their former content."""
 
     def _nothing(self, *_: object) -> None:
         pass
@@ -173,8 +175,7 @@ class SilentComm(Comm):
 
 
 class SingleComm(SilentComm):
-    """The collectives of a single rank: they move nothing, except that an all_gather copies its
-    source if that is not in place."""
+    """The collectives of a single rank; only all_gather copies, if its source lies outside dst."""
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         if not same_memory(dst, src):
@@ -182,8 +183,8 @@ class SingleComm(SilentComm):
 
 
 class AxesComm(SilentComm):
-    """Gathers along several axes: first along the innermost axis, then the result along the next
-    outer axis, and so on."""
+    """Gathers along several axes: the first gather is along the innermost axis, and each result is
+    gathered along the next outer axis."""
 
     def __init__(self, dev: Device, axes: Sequence[str], ends: Sequence[Comm]):
         """ends: this rank's end along each axis, outermost first."""
@@ -220,7 +221,7 @@ def join(dev: Device, make: Callable[[str], Comm]) -> None:
 
 @contextmanager
 def silenced(dev: Device) -> Iterator[None]:
-    """Let the device's collectives move nothing and wait for no rank within the block."""
+    """Within the `with` block, let the device's collectives move no data and wait for no rank."""
     mesh, dev.mesh = dev.mesh, Mesh(dev.mesh.axes, dev.mesh.rank)
     join(dev, lambda axis: SilentComm(dev, axis))
     try:

@@ -1,6 +1,6 @@
 """Choose the collectives of a run's ranks by their devices and options.
 
-The collectives of plans are here, too. They move nothing, and count bytes.
+The collectives of plans are here, too; in a plan, collectives move no data and count bytes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from llmq.runtime.world import World
 
 
 def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
-    """Connect one rank of the world in a plan; all machines have equally many ranks."""
+    """Give the device of a plan its collectives, as one rank of the world; all machines have
+    equally many ranks."""
     if dev.spec != HOST_SPEC:
         allocate(dev, options)
     machines = world.num_machines if dev.mesh.size("replica") == 1 else 1
@@ -30,8 +31,8 @@ def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
 
 
 class PlanComm(Comm):
-    """Collectives of a plan along shards: they count bytes. For each byte received, the device
-    writes one byte and reads one."""
+    """Collectives of a plan along "shard", which count bytes. For each byte received, the device
+    writes one byte and reads one byte."""
 
     _dev: PlanDevice
 
@@ -42,7 +43,7 @@ class PlanComm(Comm):
         self.exchange_stream = options.exchange_stream
 
     def _others(self, buffer: Tensor) -> int:
-        """Return the bytes of all parts but one."""
+        """Return the bytes of all parts of buffer but this rank's part."""
         return buffer.nbytes // self.size * (self.size - 1)
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
@@ -53,13 +54,13 @@ class PlanComm(Comm):
         sizes = {"loaded": loaded, "network": self._ring(received)}
         if copies and (src.on_host or mirror is not None):
             sizes["shared"] = received
-        else:  # one copy serves all other ranks; NCCL sends from rank to rank
+        else:  # one staged copy serves all other ranks, where NCCL sends from rank to rank
             sizes |= {"received": received, "sent": src.nbytes if copies else received}
         self._dev.collective("all_gather", 2 * (received + copied) - loaded, **sizes)
 
     def _ring(self, received: int) -> int:
-        """Return the bytes that each machine receives from the machine before, in a ring of all
-        GPUs: as many as one GPU receives. 0 with one machine."""
+        """Return the bytes that each machine receives from the machine before in a ring of all
+        GPUs, which are as many as one GPU receives; 0 with one machine."""
         return received if self._machines > 1 else 0
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
@@ -83,8 +84,8 @@ class PlanComm(Comm):
 
 
 class CrossPlanComm(Comm):
-    """Collectives of a plan across machines: they count network bytes, of all ranks of a machine
-    together."""
+    """Collectives of a plan across machines, which count the network bytes of all ranks of a
+    machine together."""
 
     _dev: PlanDevice
 
@@ -115,15 +116,16 @@ def connect(
 ) -> LinkTable | None:
     """Give each device's mesh its groups; return the measured links between GPUs, or None.
 
-    Call this once, in one thread, with the devices of all ranks of the process, directly after
-    their construction: it allocates. The ranks' threads meet at a barrier before and after.
+    Call this function once, in one thread, with the devices of all ranks of the process. The call
+    comes directly after the devices' construction, because it allocates. The ranks' threads meet at
+    a barrier before and after.
 
-    workers: the state that the ranks' threads share; needed for more than one rank, except in a
-    plan. When workers are stopped, every wait for a peer ends, on the host and on GPUs. Close the
-    devices when all ranks' threads have ended, or after `dev.synchronize()` and a barrier: until
-    then peers may use the devices' flags and staging buffers. A plan needs one device, of any rank.
-    world: the processes of the run, which all call this function; None: one process. LlmqError if
-    GPUs cannot communicate as the options demand.
+    workers: the state that the ranks' threads share; None is allowed for one rank and in a plan.
+    When workers are stopped, every wait for a peer ends, on the host and on GPUs. Close the devices
+    when all ranks' threads have ended, or after `dev.synchronize()` and a barrier; before, peers
+    may still use the devices' flags and staging buffers. A plan needs the device of one rank only.
+    world: the processes of the run, which all call this function; None for one process. Raises
+    LlmqError if GPUs cannot communicate as the options demand.
     """
     if devices[0].mesh.size() == 1:
         join(devices[0], partial(SingleComm, devices[0]))

@@ -4,12 +4,13 @@ Why ranks push and do not pull: the source's GPU executes a copy, whichever stre
 copy, in the order of the requests. If several readers pulled from one GPU, their copies would wait
 for each other's flags in any order, and three GPUs could wait in a circle.
 
-A reader grants a target; the source writes there and sets a flag. A rank visits its peers in
-rotated order, starting with a neighbour, so that not all ranks write to one rank at once. A peer
-that cannot be reached directly reads from the source's staging ring. If a source is in pinned
-memory, all peers read it there, except peers that the source's rank reaches beside the bus: for
-these the rank loads the source once and pushes it. If a source has a mirror in pinned memory, peers
-without a direct connection read the mirror.
+The source of a transfer is the rank that sends; the reader is the rank that receives. A reader sets
+a flag when its target may be written; the source writes the target and sets the flag back. A rank
+visits its peers in rotated order, starting with a neighbour, so that not all ranks write to one
+rank at once. A peer that the source cannot write to directly reads from the source's staging ring.
+If a source is in pinned memory, all peers read it there, except peers with a link to the source's
+rank beside the bus: for such peers the rank loads the source once and pushes the data. If a source
+has a mirror in pinned memory, peers without a direct connection read the mirror.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,29 +23,30 @@ from llmq.comm.collectives import part, same_memory
 from llmq.comm.options import EMPTY, EXCHANGED, FULL, PINNED, RING, TARGET, Flags
 from llmq.runtime.device import Device, Event
 
-# -- Between GPUs that cannot reach each other, through rings of buffers in pinned memory
-# Each rank has one ring. The rank copies a chunk into the next buffer and marks the buffer full for
-# its readers. Each reader copies the chunk to its GPU and marks the buffer empty. Sending runs on
-# the stage stream, so that both directions of the bus are busy, and chunks of all sources are
-# received in turn. A chunk's position within one collective determines its buffer. So sender and
-# reader agree without messages, and a graph may be replayed.
+# -- Transfers between GPUs without direct access, through rings of buffers in pinned memory Each
+# rank has one ring. The rank copies a chunk into the next buffer and marks the buffer full for its
+# readers. Each reader copies the chunk to its GPU and marks the buffer empty. Sending runs on the
+# stage stream, so that both directions of the bus are busy, and chunks of all sources are received
+# in turn. A chunk's position within one collective determines its buffer. Sender and reader
+# therefore agree without messages, and a graph may be replayed.
 
 
 class Queue(Protocol):
     """Operations of a rank's current stream on addresses in any rank's memory."""
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy from this GPU (also to another GPU with access) or from pinned memory to this
-        GPU."""
+        """Copy from this GPU to any GPU that it can write to, or from pinned memory to this GPU."""
 
     def wait(self, address: int, value: int) -> None:
         """Wait until the 32-bit word at the address and value have a bit in common."""
 
     def write(self, address: int, value: int) -> None:
-        """Write the word; a reader of it also sees all earlier writes."""
+        """Write the 32-bit word at the address; a reader of the word also sees all earlier
+        writes."""
 
     def pace(self) -> None:
-        """Allow the host to wait for the stream; called between short sequences of operations."""
+        """Let the host wait for the stream if its queue is nearly full; callers pace after every
+        few operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class Rings:
 
 
 class Incoming(NamedTuple):
-    """Data to receive from one source. target: address to write to. position: the first chunk's
-    position in the source's ring."""
+    """Data to receive from one source. target: address that the data are written to. position: the
+    first chunk's position in the source's ring."""
 
     source: int
     target: int
@@ -92,7 +94,7 @@ class Staging:
         self.chunk = min(self._rings.chunk, max(self._rings.chunk // 16, eighth))
 
     def send(self, src: int, nbytes: int, readers: list[int], position: int) -> None:
-        """Copy nbytes from the address `src` to this rank's ring, for these readers, from
+        """Copy nbytes from the address `src` to this rank's ring, for the ranks `readers`, from
         `position` on. Positions only grow within one collective."""
         queue, chunk = self._queue, self.chunk
         for i in range(self.chunks(nbytes)):
@@ -124,15 +126,15 @@ class Staging:
         return self._flags.address(RING + index, source, reader)
 
 
-# -- Between all GPUs
+# -- Transfers between all GPUs, by direct copies or rings
 
 
 @dataclass(frozen=True, slots=True)
 class Memories:
     """Buffers and flags that ranks share. storages: memories by rank and place.
     direct[reader][source]: True if source can write to reader's GPU. beside_bus[reader][source]:
-    True if these writes also leave the bus free for the host. rings: staging rings; None if every
-    pair is direct."""
+    True if source can write to reader's GPU and such writes leave the bus free for the host. rings:
+    staging rings; None if every pair is direct."""
 
     storages: Sequence[dict[str, Storage]]
     flags: Flags
@@ -150,8 +152,8 @@ class Pairs(NamedTuple):
 
 class Copies:
     """One rank's end of the collectives along "shard", whose ranks are all in one process, or along
-    "context", whose ranks only exchange. For the calls see Comm. Flags and rings are numbered by
-    places along "shard"."""
+    "context", whose ranks only exchange. Comm documents the methods. Flags and rings are numbered
+    by the ranks' places along "shard"."""
 
     def __init__(
         self,
@@ -165,7 +167,8 @@ class Copies:
     ):
         """piece: bytes of a pinned source that are pushed while the next piece is loaded.
         span_chunks: number of chunks enqueued for sending before receiving starts. A stream's queue
-        of 1024 operations holds 32 chunks, with three operations for each of 8 ranks."""
+        of 1024 operations holds 32 chunks, because each chunk takes three operations for each of 8
+        ranks."""
         self._piece, self._span_chunks = piece, span_chunks
         self._dev = dev
         self._queue = queue
@@ -188,7 +191,8 @@ class Copies:
         self._sent = [dev.event() for _ in range(self._world_size)]
 
     def _pairs(self, connected: Sequence[Sequence[bool]]) -> Pairs:
-        """Return the peers of this rank. connected[reader][source]: True if connected."""
+        """Return the peers that `connected` marks for this rank. connected[reader][source]: True if
+        the pair has this kind of connection."""
         rank = self._rank
         sources = [p for p in self._others if connected[rank][p]]
         return Pairs(sources, [p for p in self._others if connected[p][rank]])
@@ -208,7 +212,7 @@ class Copies:
         self._queue.write(self._flags.address(kind, source, self._rank), EMPTY)
 
     def _push(self, kind: int, reader: int, target: Tensor, src: Tensor) -> None:
-        """Copy to the reader's `target`, once the reader grants it."""
+        """Copy src to the reader's `target`, once the reader's flag allows writing."""
         flag = self._flags.address(kind, self._rank, reader)
         self._queue.wait(flag, EMPTY)
         self._queue.copy(self._address(reader, target), src.ptr, src.nbytes)
@@ -247,7 +251,8 @@ class Copies:
         self._queue.pace()
 
     def _offer(self, pushed_readers: Sequence[int]) -> None:
-        """Let all peers that get no pushes read this rank's pinned memory."""
+        """Set the flags that let peers read this rank's pinned memory, except `pushed_readers`, to
+        which this rank pushes."""
         for reader in self._others:
             if reader not in pushed_readers:
                 self._queue.write(self._flags.address(PINNED, self._rank, reader), FULL)
@@ -267,8 +272,8 @@ class Copies:
                 self._queue.wait(self._flags.address(PINNED, self._rank, reader), EMPTY)
 
     def _load_and_push(self, own: Tensor, src: Tensor, readers: Sequence[int]) -> None:
-        """Load this rank's part from host memory; push each piece to the readers as soon as it is
-        loaded."""
+        """Load this rank's part from host memory; push each piece to the readers as soon as the
+        piece is loaded."""
         flags = [self._flags.address(TARGET, self._rank, reader) for reader in readers]
         with self._staging_stream():
             for flag in flags:
@@ -293,8 +298,9 @@ class Copies:
         written: Event | None,
         out: Tensor | None = None,
     ) -> None:
-        """Exchange parts. targets[k], for k >= 1: tensor to which round k writes the part from rank
-        r - k; a part of out, or, without out, as Comm.all_to_all says."""
+        """Send part p of buffer to rank p. targets[k], for k >= 1: tensor to which round k writes
+        the part from rank r - k, either a part of out or, if out is None, a tensor that
+        Comm.all_to_all names."""
         if self._staged_readers or self._staged_sources:
             self._start_staging(targets[0].nbytes, written)
         for k in range(1, self._world_size):
@@ -361,6 +367,6 @@ class Copies:
 
     def _wait_sent(self, k: int) -> None:
         """Wait until data that round k has sent through the ring may be overwritten. Pushes need no
-        wait: they are on this stream."""
+        wait, because the current stream executes every push."""
         if k > 0 and self._peer(k) in self._staged_readers:
             self._dev.wait(self._sent[k])

@@ -19,9 +19,9 @@ from llmq.runtime.device import Event
 from llmq.runtime.workers import Workers
 from llmq.runtime.world import World
 
-LOOK_SECONDS = 0.2  # between two looks of the watch thread for the run's end
-RELEASE_SECONDS = 0.001  # between releases after a failure, as streams still change flags
-OF_PARTS = CommOptions(all_to_all_reduce=True, memcpy_send_recv=True)  # for "context"
+LOOK_SECONDS = 0.2  # seconds between two checks by the watch thread for stopped ranks
+RELEASE_SECONDS = 0.001  # seconds between releases after a failure, as streams still change flags
+OF_PARTS = CommOptions(all_to_all_reduce=True, memcpy_send_recv=True)  # of the axis "context"
 WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND: until (word & value) != 0
 
 
@@ -36,9 +36,9 @@ class CudaQueue:
         self._dev.wait_word(address, value, WAIT_AND)
 
     def pace(self) -> None:
-        """Wait for the stream, outside of graphs. A stream holds about a thousand operations. When
-        it is full, the driver blocks the thread and, for peer copies, also threads of other ranks
-        that would let the stream go on."""
+        """Wait for the stream, unless a graph is being captured. A stream holds about a thousand
+        operations. When it is full, the driver blocks the thread and, for peer copies, also threads
+        of other ranks that would let the stream go on."""
         if not self._dev.capturing:
             self._dev.synchronize_stream()
 
@@ -46,9 +46,10 @@ class CudaQueue:
 def connect_cuda(
     devices: Sequence[CudaDevice], options: CommOptions, workers: Workers, world: World
 ) -> LinkTable | None:
-    """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
-    NCCL connects ranks of different processes, whose memory copies cannot reach. world: the
-    processes of the run, which all call this function. Returns the links; None with one GPU."""
+    """Probe all pairs of GPUs of this process, make the communicators, and give each device its
+    CudaComm. Ranks of different processes always use NCCL, because copies cannot reach another
+    process's memory. world: the processes of the run, which all call this function. Returns the
+    links between GPUs; None with one GPU."""
     mesh, api = devices[0].mesh, devices[0].api
     shards, replicas, context = (mesh.size(axis) for axis in ("shard", "replica", "context"))
     gpus = [dev.index for dev in devices]
@@ -62,7 +63,7 @@ def connect_cuda(
         links = probe(api, gpus, options.p2p)
         if replicas > 1 or (shards > 1 and options.nccl):
             library = nccl.load()
-            # Both processes of a pair decide, and must decide alike.
+            # Both processes of a pair of ranks decide whether to use NCCL, and must decide alike.
             peer_access = all(world.gather(options.p2p != "off" and not links.damaged))
             several = len(devices) < shards  # a group of shards spans processes
             nccl.set_environment(peer_access, several=several or replicas > 1)
@@ -124,8 +125,8 @@ class CudaComm(Comm):
         options: CommOptions | None = None,
         copies: Copies | None = None,
     ):
-        """options, copies: given for the axes "shard" and "context", which may do without NCCL. The
-        axis "replica" has neither, because replicas are on other machines."""
+        """options, copies: given for the axes "shard" and "context", which may use copies in place
+        of NCCL; None for the axis "replica", because replicas are on other machines."""
         super().__init__(dev, axis)
         options = options or CommOptions()
         self.exchange_stream = options.exchange_stream
@@ -165,9 +166,8 @@ class CudaComm(Comm):
 
 
 class Watch:
-    """A thread, shared by the ranks, that ends the GPUs' waits when the ranks are stopped.
-    Otherwise the streams of other ranks would wait forever for the failed rank, and their threads
-    for these streams."""
+    """A thread, shared by the ranks, that ends the GPUs' waits when the ranks are stopped. Without
+    this thread, the streams of other ranks would wait forever for a failed rank."""
 
     def __init__(
         self, workers: Workers, ranks: list[int], flags: list[Flags], communicators: list[Any]
@@ -197,10 +197,10 @@ class Watch:
             time.sleep(RELEASE_SECONDS)
 
     def close(self, rank: int) -> None:
-        """Note that the rank's memory is freed. The last rank destroys the communicators, which no
-        graph uses any more."""
+        """Record that the rank's memory is freed. The last rank's call destroys the communicators,
+        which no graph uses any more."""
         with self._lock:
-            last = self._open == {rank}  # True only once
+            last = self._open == {rank}  # True in one call only
             self._open.discard(rank)
         if last and not self.workers.stopped.is_set():
             for communicator in self._communicators:

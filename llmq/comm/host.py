@@ -1,13 +1,14 @@
 """Collectives between ranks on the CPU: threads that share memory, in one or several processes.
 
-The calling thread copies. Ranks of a process wait for each other at the barrier of their Workers,
-which raises Stopped in all ranks if one fails. Every rank is in one group of each kind, and all
-ranks make the same calls. So a barrier of all ranks also serves as the barrier of each group.
+The calling thread does the copying. Ranks of a process wait for each other at the barrier of their
+Workers, which raises Stopped in all ranks if one rank fails. Every rank is in one group along each
+axis, and all ranks make the same calls. Therefore a barrier of all ranks also serves as the barrier
+of each group.
 
-Data of other processes arrive by MPI. A rank that alone needs such data receives them directly into
-their place. Data that all ranks of a process need are received by one rank, in turn, and copied by
-the others. Sums are in rank order, so that the bits do not depend on how ranks are spread over
-processes.
+Data of other processes arrive by MPI. If only one rank needs such data, the rank receives the data
+directly into the target. Data that all ranks of a process need are received by one rank, in turn,
+and copied by the others. Sums are in rank order, so that the bits do not depend on how ranks are
+spread over processes.
 """
 
 from collections import deque
@@ -27,16 +28,16 @@ AHEAD = 2  # number of parts that are being received while one part is added
 
 
 def connect_host(devices: Sequence[HostDevice], workers: Workers, world: World) -> None:
-    """Give each device of this process its collectives, which need no memory of their own. workers:
-    the state that the process's ranks share."""
+    """Give each device of this process its collectives, which allocate no buffers. workers: the
+    state that the process's ranks share."""
     memories = {dev.mesh.rank: storages(dev) for dev in devices}
     for dev in devices:
         join(dev, partial(HostComm, dev, memories, workers, world))
 
 
 class HostComm(Comm):
-    """One rank's end of the collectives along an axis. Sums are in F32, and rounded once. Methods
-    number ranks by their places in the group."""
+    """One rank's end of the collectives along an axis. Sums are computed in F32 and rounded once.
+    Methods number ranks by their places in the group."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class HostComm(Comm):
         """memories: for each rank of this process, its storages by place."""
         super().__init__(dev, axis)
         self._memories, self._workers, self._world = memories, workers, world
-        self._members: dict[int, list[int]] = {}  # by process: its ranks in the group
+        self._members: dict[int, list[int]] = {}  # by process: the process's ranks in the group
         for place, rank in enumerate(self.ranks):
             self._members.setdefault(world.processes[rank], []).append(place)
         self._local = self._members[world.index]
@@ -57,7 +58,8 @@ class HostComm(Comm):
         self._others = [process for process in self._members if process != world.index]
 
     def _peer(self, place: int, tensor: Tensor) -> np.ndarray:
-        """Return the bytes of a tensor of a peer in this process, without a copy."""
+        """Return the bytes of the peer's tensor at the offset of `tensor`, as a view; the peer is
+        in this process."""
         data = self._memories[self.ranks[place]][tensor.storage.place].bytes
         return data[tensor.offset : tensor.offset + tensor.nbytes]
 
@@ -81,7 +83,8 @@ class HostComm(Comm):
         return self._world.mpi.begin(receives=receives)
 
     def _finish(self, requests: list, peer: int | None = None) -> None:
-        """Wait for requests. peer: the rank that all requests concern; None: several ranks."""
+        """Wait until the MPI requests have completed. peer: the rank that all requests concern;
+        None for several ranks."""
         if requests:
             self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
             self._world.mpi.finish(requests, self._workers.check)
@@ -95,7 +98,7 @@ class HostComm(Comm):
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         process, own = self._world.index, part(dst, self.rank, self.size)
         in_place = same_memory(own, src)
-        self._barrier()  # now no rank's memory is being read
+        self._barrier()  # after this barrier, no rank's memory is being read
         receives = {
             r: self._receive(self._peer(self.rank, part(dst, r, self.size)), r)
             for r in self._remote
@@ -125,7 +128,7 @@ class HostComm(Comm):
         for rank in self._remote:
             sends += self._send(self._peer(self.rank, part(buffer, rank, self.size)), rank)
         total = self._sum(own, sends)
-        self._peer(self.rank, buffer).fill(0xFF)  # undefined: NaN
+        self._peer(self.rank, buffer).fill(0xFF)  # makes undefined parts NaN
         self._peer(self.rank, own).view(buffer.dtype.numpy)[:] = total
 
     def _all_reduce(self, buffer: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Links between GPUs: whether data arrive undamaged, how fast, and by which way copies go.
+"""Links between GPUs: a probe of each pair decides whether copies are direct or go through host
+memory.
 
 The probe first checks that data arrive, then measures the speed.
 """
@@ -13,8 +14,9 @@ from llmq.base.errors import LlmqError
 from llmq.runtime.cuda_device import NON_BLOCKING
 from llmq.runtime.pinned import PinnedMemory
 
-# Staging is chosen if direct copies reach less than this share of its measured speed. Real staging
-# is slower than measured: its two halves wait for each other and share the host memory.
+# Staging through host memory is chosen if direct copies reach less than this share of the measured
+# speed of staging. In a run, staging is slower than measured, because its two copies wait for each
+# other and share the host memory.
 SLOWER = 0.8
 # A direct copy that is this many times as fast as a copy to or from the host does not use the bus.
 BESIDE_BUS = 2.0
@@ -22,10 +24,11 @@ BESIDE_BUS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one ordered pair: source writes to reader. GB/s are 10^9 bytes per second.
-    access: True if the driver gives the source access to the reader's memory. correct: True if a
-    copied pattern arrived unchanged (None: not tried). direct: GB/s of a direct copy. staged: GB/s
-    from source to pinned memory, or from pinned memory to reader, whichever is slower."""
+    """Measurements of one ordered pair of GPUs, in which source writes to reader. GB/s are 10^9
+    bytes per second. access: True if the driver gives the source access to the reader's memory.
+    correct: True if a copied pattern arrived unchanged; None if no pattern was copied. direct: GB/s
+    of a direct copy. staged: GB/s from source to pinned memory, or from pinned memory to reader,
+    whichever is slower."""
 
     access: bool
     correct: bool | None
@@ -36,8 +39,8 @@ class Measured:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The connection of one pair. kind: "peer" (direct copies) or "staged". speed: GB/s. reason:
-    the reason why kind is not "peer"; else None. beside_bus: True if direct copies leave the GPUs'
-    bus free for the host, as over NVLink."""
+    the reason why kind is "staged"; None if kind is "peer". beside_bus: True if direct copies leave
+    the GPUs' bus free for the host, as over NVLink."""
 
     kind: str
     speed: float
@@ -46,8 +49,8 @@ class Link:
 
 
 def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
-    """Return the link from GPU `source` to GPU `reader`. p2p: "auto", "on" or "off". LlmqError if
-    p2p is "on" and direct copies do not work."""
+    """Return the link from GPU `source` to GPU `reader`. p2p: "auto", "on" or "off". Raises
+    LlmqError if p2p is "on" and direct copies do not work."""
     reason = None
     if p2p == "off":
         reason = "off"
@@ -75,36 +78,37 @@ def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """The links of all pairs. gpus: the GPU's index of each rank. links[reader][source]: the link
-    between two ranks; None on the diagonal."""
+    """The links of all pairs of ranks. gpus: for each rank, the index of its GPU.
+    links[reader][source]: the link between two ranks; None on the diagonal."""
 
     gpus: list[int]
     links: list[list[Link | None]]
 
     @property
     def direct(self) -> list[list[bool]]:
-        """[reader][source]: True if source writes to reader's memory."""
+        """A table whose entry [reader][source] is True if source writes to reader's memory."""
         return [[link is not None and link.kind == "peer" for link in row] for row in self.links]
 
     @property
     def has_staged(self) -> bool:
-        """True if any pair's copies go through host memory."""
+        """Is True if any pair's copies go through host memory."""
         return any(link is not None and link.kind == "staged" for row in self.links for link in row)
 
     @property
     def beside_bus(self) -> list[list[bool]]:
-        """[reader][source]: True if direct copies from source to reader do not use the host's
-        bus."""
+        """A table whose entry [reader][source] is True if direct copies from source to reader leave
+        the host's bus free."""
         return [[link is not None and link.beside_bus for link in row] for row in self.links]
 
     @property
     def damaged(self) -> bool:
-        """True if a pair's direct copies arrive damaged. Then NCCL must not use direct copies
-        either."""
+        """Is True if a pair's direct copies arrive damaged; NCCL must not use direct copies on such
+        a machine either."""
         return any(link and link.reason == "damaged data" for row in self.links for link in row)
 
     def lines(self) -> list[str]:
-        """Return the table for the console: GB/s, then staged pairs and the reasons."""
+        """Return the table for the console, which has speeds in GB/s, and then staged pairs with
+        the reasons."""
         head = "[Links] GB/s to (down) from (across), * through host memory"
         lines = [head, "  GPU" + "".join(f"{gpu:>9}" for gpu in self.gpus)]
         reasons: dict[str, list[str]] = {}
@@ -154,9 +158,9 @@ class _End:
 
 
 def probe(api: Any, gpus: Sequence[int], p2p: str) -> LinkTable:
-    """Probe every ordered pair in turn. Changes the thread's current GPU. api: CuPy's CUDA runtime
-    module. p2p: "off" gives no GPU access to another. LlmqError if p2p is "on" and a pair does not
-    work."""
+    """Probe every ordered pair of GPUs in turn. The call changes the thread's current GPU. api:
+    CuPy's CUDA runtime module. p2p: "off" gives no GPU access to another GPU. Raises LlmqError if
+    p2p is "on" and direct copies of a pair do not work."""
     pinned = PinnedMemory(api, SIZE)
     ends = [_open(api, gpu) for gpu in gpus]
     try:
@@ -198,7 +202,7 @@ def _measure(api: Any, source: _End, reader: _End, p2p: str, staged: float) -> M
 
 
 def _enable(api: Any, source: int, reader: int) -> bool:
-    """Give the source access to the reader's memory; False if that is impossible."""
+    """Give the source access to the reader's memory; return False if the driver refuses."""
     if not api.deviceCanAccessPeer(source, reader):
         return False
     api.setDevice(source)
@@ -210,7 +214,7 @@ def _enable(api: Any, source: int, reader: int) -> bool:
 
 
 def _arrives(api: Any, source: _End, reader: _End) -> bool:
-    """True if a pattern unique to this pair is unchanged after a copy."""
+    """Return True if a pattern unique to this pair is unchanged after a copy."""
     pattern = np.random.default_rng([source.gpu, reader.gpu]).bytes(PATTERN)
     pattern = np.frombuffer(pattern, np.uint8)
     api.setDevice(source.gpu)
@@ -219,7 +223,7 @@ def _arrives(api: Any, source: _End, reader: _End) -> bool:
     arrived = np.zeros(PATTERN, np.uint8)
     _copy(
         api, reader.stream, reader.target, arrived.ctypes.data, PATTERN
-    )  # erases an older pattern
+    )  # the zeros erase an older pattern
     api.setDevice(source.gpu)
     _copy(api, source.stream, reader.target, source.source, PATTERN)
     api.setDevice(reader.gpu)

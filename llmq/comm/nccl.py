@@ -1,4 +1,4 @@
-"""NCCL: each rank has a communicator for each of its groups; one thread makes all of a process."""
+"""NCCL: each rank has a communicator for each of its groups; one thread makes all communicators."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BYTES = 0  # ncclInt8
 TYPES = {F32: 7, BF16: 9}  # ncclFloat32, ncclBfloat16
 SUM = 0  # ncclSum
 WARM_UP_BYTES = 4096
-# Thread blocks of a call; each occupies a multiprocessor while it waits. Measured: see
-# docs/decisions/collectives.md, "four H200".
+# Number of thread blocks of a call; each thread block occupies a multiprocessor while the block
+# waits. For measurements see docs/decisions/collectives.md, "four H200".
 CHANNELS = 8
 
 
 def load() -> Any:
-    """Return CuPy's binding of NCCL. LlmqError if the library is missing."""
+    """Return CuPy's binding of NCCL. Raises LlmqError if the library is missing."""
     from cupy.cuda import nccl
 
     if not nccl.available:
@@ -35,10 +35,11 @@ def load() -> Any:
 
 
 def set_environment(peer_access: bool, *, several: bool) -> None:
-    """Set NCCL's environment before the first communicator: a process reads it once. peer_access:
-    False restricts NCCL to host memory. several: True if other processes have ranks, too. With
-    these NCCL chooses algorithms by message size, and would connect each algorithm at its first
-    use; so NCCL is told to connect all at once (see `establish`)."""
+    """Set NCCL's environment variables before the first communicator, because NCCL reads the
+    variables once. peer_access: False restricts NCCL to host memory. several: True if other
+    processes have ranks, too. Between processes, NCCL chooses algorithms by message size and
+    connects each algorithm at its first use; a variable makes NCCL connect all algorithms at once
+    (see `establish`)."""
     if several:
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if not peer_access:
@@ -52,9 +53,10 @@ def open_communicators(
     nccl: Any, devices: Sequence[CudaDevice], axis: str, world: World | None
 ) -> list[Nccl]:
     """Return, for each device, its end of a communicator of the ranks along an axis. world: the
-    processes over which the groups are spread, which all call this function; None: all ranks of the
-    groups are in this process."""
-    # One thread makes all: a rank that made its own would hold the interpreter lock while it waits.
+    processes over which the groups are spread, which all call this function; None if all ranks of
+    the groups are in this process."""
+    # One thread makes all communicators, because a rank's thread would hold the interpreter lock
+    # while NCCL waits for the other ranks.
     if world is None:
         communicators = nccl.NcclCommunicator.initAll([dev.index for dev in devices])
     else:
@@ -74,9 +76,9 @@ def open_communicators(
 
 def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
     """Make all connections that these calls need, by one call of each kind, from one thread.
-    Otherwise NCCL would connect within a rank's first call, and the rank's thread would wait on the
-    host for other ranks. Their streams may wait for a flag that this rank has yet to write, so that
-    all would wait forever."""
+    Without this call, NCCL would connect within a rank's first collective, and the rank's thread
+    would wait on the host for other ranks. The other ranks' streams may wait for a flag that this
+    rank has yet to write, which would be a deadlock."""
     api, buffers = ends[0].dev.api, []
     try:
         for end in ends:
@@ -98,7 +100,7 @@ def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
 
 
 class Nccl:
-    """One rank's end of a communicator; for the calls see Comm."""
+    """One rank's end of a communicator; Comm documents the methods."""
 
     def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any, axis: str):
         self.dev, self.communicator = dev, communicator
@@ -106,8 +108,8 @@ class Nccl:
         self._nccl = nccl
 
     def warm_up(self, call: str, buffer: int) -> None:
-        """Make one call of this kind. buffer: address of WARM_UP_BYTES bytes for each rank of the
-        group."""
+        """Make one call of the kind `call`. buffer: address of WARM_UP_BYTES bytes for each rank of
+        the group."""
         stream, communicator = self.dev.stream, self.communicator
         own = buffer + self.rank * WARM_UP_BYTES
         sums = (WARM_UP_BYTES // F32.itemsize, TYPES[F32], SUM, stream)
@@ -125,7 +127,8 @@ class Nccl:
                     communicator.recv(target, WARM_UP_BYTES, BYTES, peer, stream)
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
-        """Gather. Pinned sources are copied to their place in dst first: peers may read sources."""
+        """Gather dst from src. A pinned source is copied to its part of dst first, because peers
+        may read a source."""
         if src.on_host:
             own = part(dst, self.rank, self.size)
             self.dev.copy(own, src)
@@ -146,8 +149,8 @@ class Nccl:
         )
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-        """Exchange parts. targets[k], for k >= 1: tensor to which round k writes the part from rank
-        r - k."""
+        """Send part p of buffer to rank p. targets[k], for k >= 1: tensor to which round k writes
+        the part from rank r - k."""
         for k in range(1, self.size):
             sent = part(buffer, self.rank + k, self.size)
             reader, source = (self.rank + k) % self.size, (self.rank - k) % self.size

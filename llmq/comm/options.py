@@ -14,8 +14,8 @@ from llmq.base.dtypes import I32, U8
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 
-STAGING_CHUNK = 16 << 20  # most bytes of a buffer: 0.3 ms of PCIe 5 x16
-STAGING_CHUNKS = 4  # buffers of a ring: one is written, one is read, two keep both sides busy
+STAGING_CHUNK = 16 << 20  # most bytes of a buffer, which take 0.3 ms on PCIe 5 x16
+STAGING_CHUNKS = 4  # buffers of a ring: one is written, one is read, two wait in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class CommOptions:
     the copy engines do all_gather; False: NCCL. all_to_all_reduce: True: all_to_all reduces
     gradients; False: reduce_scatter. memcpy_send_recv: True: the copy engines do all_to_all; False:
     NCCL. p2p: direct access to the memory of other GPUs: "on", "off" or "auto". gathers_from_host:
-    True if blocks are gathered from sources or mirrors in pinned memory. matrices: True if ranks
-    exchange changes of whole matrices, with all_to_all. memcpy_send_recv also decides how ranks
-    that divide sequences exchange parts."""
+    True if the weights of blocks are gathered from pinned memory. matrices: True if ranks exchange
+    changes of whole matrices, with all_to_all. memcpy_send_recv also decides how ranks that divide
+    sequences exchange parts."""
 
     memcpy_all_gather: bool = False
     memcpy_send_recv: bool = False
@@ -42,9 +42,10 @@ class CommOptions:
 
     @property
     def exchange_stream(self) -> str:
-        """The stream on which gradients are reduced: the stream of gathers, or one beside it.
-        Gathers from host memory share neither flags nor buffers with exchanges by copies. Such
-        gathers use one direction of the bus, exchanges use both."""
+        """The name of the stream on which gradients are reduced: "comm", the stream of gathers, or
+        "exchange". Gathers from host memory share neither flags nor buffers with exchanges by
+        copies. Gathers from host memory use one direction of the bus; exchanges use both
+        directions."""
         apart = self.gathers_from_host and self.memcpy_all_gather and not self.nccl
         return "exchange" if apart else "comm"
 
@@ -80,17 +81,17 @@ def allocate(dev: Device, options: CommOptions) -> dict[str, CommMemory]:
     return found
 
 
-# States of a flag: one bit each, because streams wait for a bit. RELEASED has both bits, and so
-# ends every wait.
+# Each state of a flag is one bit, because streams wait for a bit. RELEASED has both bits, and
+# therefore ends every wait.
 EMPTY, FULL, RELEASED = 1, 2, 3
 # Kinds of flags, by their buffers: the reader's target in a gather (TARGET) or in an exchange
 # (EXCHANGED), the source's pinned tensor (PINNED), buffer i of the source's ring (RING + i).
 TARGET, EXCHANGED, PINNED, RING = 0, 1, 2, 3
-KINDS = 8  # number of kinds; from RING on, buffers of the ring
+KINDS = 8  # number of kinds of flags; kinds from RING on are buffers of the ring
 
 
 class Flags:
-    """The flags of all ranks, which all threads use."""
+    """The flags of all ranks; all threads use one object."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         """tensors: I32 (KINDS * W,) of each rank, in pinned memory."""
@@ -100,7 +101,7 @@ class Flags:
         for tensor in tensors:
             states = tensor.numpy().reshape(KINDS, self._world_size)
             states[:] = EMPTY
-            states[[TARGET, EXCHANGED]] = FULL  # until the reader grants the target
+            states[[TARGET, EXCHANGED]] = FULL  # until the reader permits a write
 
     def address(self, kind: int, source: int, reader: int) -> int:
         """Return the address of the flag of this kind, source and reader, in the reader's
