@@ -3,7 +3,8 @@
 //   add      out[i] = T(a[i] + b[i])
 //   scale    out[i] = T(x[i] * by[0])
 //   multiply out[r, i + c] = T(a[r, j + c] * b[r, k + c]) for c < channels
-//   copy_columns   out[r, i + c] = x[r, j + c], with ADD T(out[r, i + c] + x[r, j + c])
+//   copy_columns   out[r, i + c] = x[r, j + c], with ADD T(out[r, i + c] + x[r, j + c]);
+//            width: elements of a thread, 8, or 1 if a number of columns is no multiple of 8
 //   convert  out[i] = D(x[i])
 //   fill     x[i] = T(value)                              all rounded to nearest
 //
@@ -65,13 +66,18 @@ multiply(T* out, const T* a, const T* b, i64 rows, i32 channels, i32 out_first, 
 
 extern "C" __global__ void __launch_bounds__(256)
 copy_columns(T* out, const T* x, i64 rows, i32 channels, i32 out_first, i32 x_first,
-             i32 out_columns, i32 x_columns) {
-    const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+             i32 out_columns, i32 x_columns, i32 width) {
+    const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * width;
     if (first >= rows * channels) { return; }
     const i64 row = first / channels, column = first % channels;
     T* const to = out + row * out_columns + out_first + column;
+    const T* const from = x + row * x_columns + x_first + column;
+    if (width == 1) {
+        *to = ADD ? from_f32<T>(to_f32(*from) + to_f32(*to)) : *from;
+        return;
+    }
     Pack<T, COUNT> values;
-    values.load(x + row * x_columns + x_first + column);
+    values.load(from);
     if (ADD) {
         Pack<T, COUNT> sums;
         sums.load(to);

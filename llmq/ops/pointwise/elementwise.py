@@ -24,11 +24,12 @@ MULTIPLY = Kernel(
 )
 _COPY = (
     "T[rows,out_columns] out, T[rows,x_columns] x, i64 rows, i32 channels, i32 out_first, "
-    "i32 x_first, i32 out_columns, i32 x_columns"
+    "i32 x_first, i32 out_columns, i32 x_columns, i32 width"
 )
 _COPIED = {
     "where": "out_first + channels <= out_columns, x_first + channels <= x_columns",
-    "gpu": "channels % 8, out_first % 8, x_first % 8, out_columns % 8, x_columns % 8",
+    "gpu": "channels % width, out_first % width, x_first % width, out_columns % width, "
+    "x_columns % width",
 }
 COPY_COLUMNS = Kernel("pointwise/elementwise.cu", "copy_columns", f"out {_COPY}", **_COPIED)
 # The same entry has its own declaration for addition, because addition also reads out.
@@ -64,12 +65,15 @@ def copy_columns(
 ) -> None:
     """out[r, i + c] = x[r, j + c] for all c < channels; with add, += rounded to nearest.
 
-    at: (i, j). Other columns of out stay as they are.
+    at: (i, j). Other columns of out stay as they are. Where a number of columns is no multiple of
+    8, each thread copies one element in place of 8, which is slower.
     """
     kernel = ADD_COLUMNS if add else COPY_COLUMNS
     rows, *columns = kernel.dims(out=out, x=x)
-    blocks, args = ceil_div(rows * channels, THREADS * PER_THREAD), (rows, channels, *at, *columns)
-    dev.launch(kernel, blocks, THREADS, (out, x, *args), consts={"ADD": int(add)})
+    sizes = (channels, *at, *columns)
+    width = 1 if any(size % PER_THREAD for size in sizes) else PER_THREAD
+    blocks, args = ceil_div(rows * channels, THREADS * width), (out, x, rows, *sizes, width)
+    dev.launch(kernel, blocks, THREADS, args, consts={"ADD": int(add)})
 
 
 def convert(dev: Device, out: Tensor, x: Tensor) -> None:

@@ -25,7 +25,7 @@ def multiply(
     out[:, out_first : out_first + channels] = compute(x) * compute(y)
 
 
-def copy_columns(out, x, rows, channels, out_first, x_first, out_columns, x_columns, *, add):
+def copy_columns(out, x, rows, channels, out_first, x_first, out_columns, x_columns, width, *, add):
     """out = [out +] x, rounded to nearest: `channels` columns, from out_first, x_first on."""
     to, values = (t[:, first : first + channels] for t, first in ((out, out_first), (x, x_first)))
     to[...] = compute(to) + compute(values) if add else values

@@ -60,15 +60,18 @@ def test_products_of_columns_equal_the_reference(dev, rng, dtype):
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_copies_of_columns_equal_the_reference(dev, rng, dtype, add):
+@pytest.mark.parametrize(("channels", "to", "of"), [(24, 8, 16), (5, 11, 3), (8, 0, 1)])
+def test_copies_of_columns_equal_the_reference(dev, rng, dtype, add, channels, to, of):
+    """Numbers that are no multiples of 8 are copied element by element."""
     x, out = (rng.normal(size=(19, n)).astype(dtype.numpy) for n in (48, 40))
-    call = partial(copy_columns, channels=24, at=(8, 16), add=add)
+    call = partial(copy_columns, channels=channels, at=(to, of), add=add)
     arrays = {"out": out, "x": x}
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
     np.testing.assert_array_equal(got["out"], want["out"])
-    sums = x[:, 16:40].astype(np.float32) + (out[:, 8:32].astype(np.float32) if add else 0)
-    np.testing.assert_array_equal(want["out"][:, 8:32], sums.astype(dtype.numpy))
-    np.testing.assert_array_equal(np.delete(want["out"] - out, np.s_[8:32], axis=1), 0)
+    copied, read = np.s_[to : to + channels], np.s_[of : of + channels]
+    sums = x[:, read].astype(np.float32) + (out[:, copied].astype(np.float32) if add else 0)
+    np.testing.assert_array_equal(want["out"][:, copied], sums.astype(dtype.numpy))
+    np.testing.assert_array_equal(np.delete(want["out"] - out, copied, axis=1), 0)
     plan = PlanDevice(HOST_SPEC)
     x = plan.alloc("x", (2, 16), F32, "Weights")
     with pytest.raises(ValueError, match="copy_columns: "):
