@@ -347,18 +347,16 @@ def why_undivided(o: Options, model: ModelConfig) -> str | None:
         if half.kind in ("short_conv", "latent_attention"):
             return f"{name} has layers of {half.kind}"
         if half.kind in ("delta", "mamba"):
-            keys, values = model.mixers.key_heads, model.mixers.value_heads
-            if keys % parts or values % (8 * parts):
-                return (
-                    f"{keys} key heads and {values} value heads of states cannot be divided alike"
-                )
+            values = model.mixers.value_heads
+            if values < parts:
+                return f"each GPU needs a state of its own, and layers of {name} have {values}"
         if half.kind != "attention":
             continue
         if half.sizes["wide_qk_norm"]:
             return f"{name} has norms over all heads of a token"
-        query, kv, _ = half.sizes["heads"]
-        if query % parts or (kv % parts and parts % kv):
-            return f"{query} query heads and {kv} key heads cannot be divided alike"
+        query = half.sizes["heads"].query
+        if query < parts:
+            return f"each GPU needs a query head of its own, and layers of {name} have {query}"
     return None
 
 

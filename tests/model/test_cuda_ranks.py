@@ -96,6 +96,20 @@ def test_several_gpus_divide_sequences(path, world, alone, collectives, parts):
         np.testing.assert_allclose(all_of_them.norm, one.norm, rtol=1e-4)
 
 
+DIVIDED = {"qwen3": {"num_attention_heads": 6, "num_key_value_heads": 3}}
+DIVIDED |= {"qwen3_5": {"linear_num_value_heads": 10}, "granitemoehybrid": {}}
+
+
+@pytest.mark.parametrize("model", DIVIDED)
+def test_several_gpus_divide_heads_that_do_not_divide(tmp_path, world, model):
+    hf_model(model, **DIVIDED[model]).save_pretrained(tmp_path)
+    one = run(tmp_path, 1)
+    several = run(tmp_path, world, context_parallel=world, grad_accumulation=4)
+    for alone, together in zip(one[:4], several[:4], strict=True):
+        np.testing.assert_allclose(together.loss, alone.loss, rtol=1e-5)
+        np.testing.assert_allclose(together.norm, alone.norm, rtol=1e-3)
+
+
 @pytest.mark.parametrize("options", [{}, COPIES | {"zero_level": 3}], ids=["nccl", "copies"])
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss", "qwen3_5"])
 def test_experts_and_delta_nets_on_several_gpus(tmp_path, world, model, options):

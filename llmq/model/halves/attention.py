@@ -221,20 +221,21 @@ class AttentionHalf:
 
     def _out_heads(self, layer: HalfLayer) -> list[HeadColumns]:
         """Return the columns of attention's output, with the heads of all ranks."""
-        query, _, channels = layer.spec.sizes["heads"]
-        return [HeadColumns(query, channels)]
+        heads = layer.spec.sizes["heads"]
+        return [HeadColumns(heads.query, heads.channels, self.batch.head_shares(heads).queries)]
 
     def _sinks(self, layer: HalfLayer) -> list[HeadColumns]:
-        return [HeadColumns(layer.spec.sizes["heads"].query, 1)]
+        return [part._replace(width=1) for part in self._out_heads(layer)]
 
     def _product_heads(self, layer: HalfLayer) -> list[HeadColumns]:
         """Return the columns of the qkv product, with the heads of all ranks."""
         sizes = layer.spec.sizes
         query, kv, channels = sizes["heads"]
+        shares = self.batch.head_shares(sizes["heads"])
         keys = 0 if layer.spec.reads is not None else 2 - sizes["keys_as_values"]
         return [
-            HeadColumns(query, channels * (1 + sizes["gated"])),
-            *[HeadColumns(kv, channels)] * keys,
+            HeadColumns(query, channels * (1 + sizes["gated"]), shares.queries),
+            *[HeadColumns(kv, channels, shares.keys)] * keys,
         ]
 
     def _by_head(self, layer: HalfLayer, tensor: Tensor) -> Tensor:

@@ -10,13 +10,16 @@ beginning of a document.
 
 Ranks that divide sequences exchange tokens for heads after NAME_in, and exchange back before NAME_o
 (`HeadExchange`): between the two products, rows are the B*T tokens of whole sequences. The sizes
-below count only the rank's heads.
+below count only the rank's heads. A norm of Mamba-2 is over all heads of a key head. If ranks
+divide these heads, the norm and z stay with a rank's tokens, and the vectors that queries read from
+the states are exchanged back before the norm.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import NamedTuple
 
+from llmq.arch.head_shares import head_shares
 from llmq.base.dtypes import F32
 from llmq.base.operand import Operand
 from llmq.base.tensor import Accumulator, Tensor
@@ -27,37 +30,43 @@ from llmq.model.head_exchange import HeadColumns, HeadExchange
 from llmq.model.parameters import PartGrads, PartWeights
 from llmq.ops.delta import delta_gates, delta_rule, gated_norm, short_conv, ssd
 from llmq.ops.delta.delta_rule import Heads
+from llmq.ops.pointwise.elementwise import copy_columns
+
+MULTIPLE = 8  # divisor of the product's columns, for copies of 8 elements at a time
 
 
 class _Saved(NamedTuple):
     """The tensors of one layer that backward reads. product: (rows, features of NAME_in). conv:
     (rows, 2K + V), output of the convolution. gates: F32 (B, T, 2, Hv), decays and betas of each
     value head. state: (rows, V), the vectors that queries read from the states. gated: (rows, V),
-    output of the gated norm, never kept."""
+    output of the gated norm, never kept. z: (tokens, V of all ranks) if norms stay with tokens,
+    where gated has this shape, too; else None."""
 
     product: Activation
     conv: Activation
     gates: Tensor
     state: Activation
     gated: Activation
+    z: Activation | None
 
 
 class _Tensors(NamedTuple):
     """The tensors of one pass, named as in _Saved. product: (rows, features of NAME_in). conv:
-    (rows, 2K + V). state: (rows, V)."""
+    (rows, 2K + V). state: (rows, V). z: (tokens, V of all ranks), or None."""
 
     product: Tensor
     conv: Tensor
     state: Tensor
+    z: Tensor | None
 
 
 class DeltaHalf:
     """The delta nets of all layers. Scratch lives as long as `temps`. A subclass computes another
     rule for the state. name: prefix of the names of weights and tensors. gate_parts: the number of
     gates, an argument of delta_gates. gate_first: True if the gate precedes the norm, an argument
-    of gated_norm."""
+    of gated_norm. norms_key_heads: True if a norm is over all value heads of a key head."""
 
-    name, rule, gate_parts, gate_first = "delta", delta_rule, 2, False
+    name, rule, gate_parts, gate_first, norms_key_heads = "delta", delta_rule, 2, False, False
 
     def __init__(self, shared: ModelContext):
         sizes, batch = shared.config.mixers, shared.options.batch
@@ -66,19 +75,31 @@ class DeltaHalf:
         self.B, self.T, self.parts = batch.batch_size, batch.seq_len, batch.context_parallel
         self.starts, self.exchange = shared.inputs.first_key, HeadExchange(shared.dev, batch)
         self.eps = shared.config.norm_eps
-        self.channels, self.values = sizes.channels // self.parts, sizes.values // self.parts
-        of_keys, of_values = HeadColumns(sizes.key_heads, sizes.key_dim), sizes.value_heads
-        self.of_out = [HeadColumns(of_values, sizes.value_dim)]
-        of_conv, of_heads = [of_keys, of_keys, *self.of_out], [HeadColumns(of_values, 1)]
-        self.of_product = [*of_conv, *self.of_out, *of_heads * self.gate_parts]
-        self.vectors = {"conv": of_conv, "conv_bias": of_conv, "mamba_norm": self.of_out}
-        self.vectors |= dict.fromkeys(("a_log", "dt_bias", "skip"), of_heads)
-        own = (sizes.key_heads // self.parts, of_values // self.parts)
+        shares = head_shares(sizes.value_heads, sizes.key_heads, self.parts)
+        own = (len(shares.keys[0]), len(shares.queries[0]))
         self.heads = Heads(*own, sizes.key_dim, sizes.value_dim)
-        self.of_gate = self.channels  # column of the product at which z begins
-        # Arguments of delta_gates: the first column of b and a, the number of gates, the least
-        # step.
-        self.of_gates = (self.channels + self.values, self.gate_parts, sizes.least_step)
+        self.channels, self.values = self.heads.channels, self.heads.Hv * self.heads.DV
+        self.normed = sizes.values // sizes.key_heads  # channels of a norm over key heads
+        of_keys = HeadColumns(sizes.key_heads, sizes.key_dim, shares.keys)
+        of_out = HeadColumns(sizes.value_heads, sizes.value_dim, shares.queries)
+        of_conv, of_heads, of_z = [of_keys, of_keys, of_out], [of_out._replace(width=1)], of_out
+        self.of_out, self.vectors = [of_out], {"conv": of_conv, "conv_bias": of_conv}
+        self.vectors |= dict.fromkeys(("a_log", "dt_bias", "skip"), of_heads)
+        # Number of z's columns, and the first, in rows of tokens if norms stay with tokens.
+        self.z_columns: tuple[int, int] | None = None
+        if self.norms_key_heads and shares.copies > 1:
+            self.z_columns = (sizes.values, sizes.channels)
+            of_z = of_out._replace(of=((),) * self.parts)
+        elif self.norms_key_heads:
+            self.vectors["mamba_norm"] = self.of_out
+        self.of_product = [*of_conv, of_z, *of_heads * self.gate_parts]
+        # The first columns of z, and of b and a, in the product.
+        self.of_gate = self.channels
+        first = self.channels + self.exchange.width([of_z])
+        if unused := -self.exchange.width(self.of_product) % MULTIPLE if self.parts > 1 else 0:
+            self.of_product.append(HeadColumns(0, 1, ((None,) * unused,) * self.parts))
+        # Arguments of delta_gates: the first column, the number of gates, the least step.
+        self.of_gates = (first, self.gate_parts, sizes.least_step)
         self.in_, self.o, self.norm = (f"{self.name}_{key}" for key in ("in", "o", "norm"))
 
     def keeps_input(self, recompute: Recompute) -> bool:
@@ -92,13 +113,18 @@ class DeltaHalf:
 
     def keep(self, layer: HalfLayer) -> _Saved:
         r, name = layer.recompute, self.name
-        of_rows = partial(layer.activation, per_row=self.parts)
+        of_rows, of_norm, z = partial(layer.activation, per_row=self.parts), self.values, None
+        gated = of_rows
+        if self.z_columns is not None:
+            gated, of_norm = layer.activation, self.z_columns[0]
+            z = gated(f"{name}_z", of_norm, kept=not r.qkv)
         return _Saved(
             product=of_rows(self.in_, self.exchange.width(self.of_product), kept=not r.qkv),
             conv=of_rows(f"{name}_conv", self.channels, kept=not (r.qkv or r.att)),
             gates=layer.alloc(f"{name}_gates", self.B, self.T, 2, self.heads.Hv, dtype=F32),
             state=of_rows(f"{name}_state", self.values, kept=not r.att),
-            gated=of_rows(f"{name}_gated", self.values, kept=False),
+            gated=gated(f"{name}_gated", of_norm, kept=False),
+            z=z,
         )
 
     def _by_token(self, tensor: Tensor) -> Tensor:
@@ -107,8 +133,8 @@ class DeltaHalf:
 
     def _tensors(self, temps: ExitStack, layer: HalfLayer) -> _Tensors:
         """Return the tensors kept for backward, or scratch of `temps`."""
-        kept = (layer.saved.product, layer.saved.conv, layer.saved.state)
-        return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
+        kept = (layer.saved.product, layer.saved.conv, layer.saved.state, layer.saved.z)
+        return _Tensors(*(activation and activation.place(self.dev, temps) for activation in kept))
 
     def _own_weights(self, temps: ExitStack, ctx: LayerContext) -> LayerContext:
         """Return ctx with those rows of the weight vectors that belong to this rank's heads."""
@@ -140,14 +166,21 @@ class DeltaHalf:
 
     def forward(self, ctx: LayerContext, x: Operand) -> None:
         tensors, ctx = self._tensors(ctx.temps, ctx.layer), self._own_weights(ctx.temps, ctx)
-        with self.exchange.to_heads(tensors.product, self.of_product) as of_tokens:
-            self.linear.forward(ctx, self.in_, of_tokens, x)
+        self._multiply(ctx, tensors, x)
         self._convolve(ctx, tensors)
         self._read_states(ctx, tensors)
         gated = self._gated(ctx, tensors)
         name, (out, addend) = ctx.layer.saved.gated.tensor_id, ctx.layer.out
         x = self.operands.quantize(ctx.temps, name, gated, measured=False, transposed=False)
         self.linear.forward(ctx, self.o, out, x, addend)
+
+    def _multiply(self, ctx: LayerContext, tensors: _Tensors, x: Operand) -> None:
+        """Compute NAME_in's product."""
+        with self.exchange.to_heads(tensors.product, self.of_product) as of_tokens:
+            self.linear.forward(ctx, self.in_, of_tokens, x)
+            if self.z_columns is not None:
+                count, first = self.z_columns
+                copy_columns(self.dev, tensors.z, of_tokens, count, (0, first))
 
     def _convolve(self, ctx: LayerContext, tensors: _Tensors) -> None:
         """Compute queries, keys and values with the short convolution, and the gates."""
@@ -171,8 +204,15 @@ class DeltaHalf:
             self.rule.forward(self.dev, out, *inputs, state=layer.cache["state"])
 
     def _gated(self, ctx: LayerContext, tensors: _Tensors) -> Tensor:
-        """Return the output product's input for this rank's tokens, (tokens, V)."""
+        """Return the output product's input for this rank's tokens, (tokens, V of all ranks)."""
         out = ctx.layer.saved.gated.place(self.dev, ctx.temps)
+        if self.z_columns is not None:
+            state = self.exchange.to_tokens(ctx.temps, tensors.state, self.of_out)
+            weight = self.norm_weight(ctx.w)
+            gated_norm.forward(
+                self.dev, out, state, tensors.z, weight, self.eps, 0, gate_first=self.gate_first
+            )
+            return out
         gated_norm.forward(
             self.dev, out, tensors.state, tensors.product, self.norm_weight(ctx.w), self.eps,
             self.of_gate, gate_first=self.gate_first,
@@ -190,8 +230,7 @@ class DeltaHalf:
         if r.qkv or self.linear.needs_input(ctx, self.in_):
             x = self.norms.recompute(ctx, product=r.qkv)
         if r.qkv:
-            with self.exchange.to_heads(tensors.product, self.of_product) as of_tokens:
-                self.linear.forward(ctx, self.in_, of_tokens, x)
+            self._multiply(ctx, tensors, x)
         if r.qkv or r.att:
             self._convolve(ctx, tensors)
         if r.att:
@@ -209,38 +248,61 @@ class DeltaHalf:
     ) -> None:
         dev, name, (x, tensors, o_input) = self.dev, self.name, inputs
         with ExitStack() as temps:
-            d_in = d_state = d_gated = None
+            d_in = d_state = d_gated = d_z = None
             if inside:
                 ctx = self._own_weights(temps, ctx)
                 d_in = scratch_like(dev, temps, f"d_{name}_in", tensors.product)
+            if inside and tensors.z is not None:
+                d_z = scratch_like(dev, temps, f"d_{name}_z", tensors.z)
             with ExitStack() as inner:
                 if inside:
                     ctx = self._own_gradients(inner, ctx)
                     d_state = scratch_like(dev, inner, f"d_{name}_state", tensors.state)
                 with ExitStack() as first:
                     if inside:
-                        d_gated = scratch_like(dev, first, f"d_{name}_gated", tensors.state)
+                        like = tensors.state if tensors.z is None else tensors.z
+                        d_gated = scratch_like(dev, first, f"d_{name}_gated", like)
                     with ExitStack() as of_output:
                         d_o = self.operands.quantize(
                             of_output, ctx.layer.out_id, d_out, measured=True, transposed=True
                         )
-                        with self.exchange.to_heads(d_gated, self.of_out) as of_tokens:
+                        if tensors.z is None:
+                            of_norm = self.exchange.to_heads(d_gated, self.of_out)
+                        else:
+                            of_norm = nullcontext(d_gated)
+                        with of_norm as of_tokens:
                             self.linear.input_gradient(ctx, self.o, of_tokens, d_o)
                         self.linear.weight_gradients(ctx, self.o, d_o, o_input)
                     if not inside:
                         return
-                    gated_norm.backward(
-                        dev, d_state, d_in, ctx.g.get(self.norm), d_gated, tensors.state,
-                        tensors.product, self.norm_weight(ctx.w), self.eps, self.of_gate,
-                        gate_first=self.gate_first,
-                    )  # fmt: skip
+                    self._back_through_norm(ctx, tensors, (d_state, d_in, d_z), d_gated)
                 self._back_through_states(ctx, inner, tensors, d_in, d_state)
             d_in = self.exchange.to_tokens(temps, d_in, self.of_product)
+            if self.z_columns is not None:
+                count, at = self.z_columns
+                copy_columns(dev, d_in, d_z, count, (at, 0))
             d_product = self.operands.quantize(
                 temps, ctx.layer.id_of(f"d_{name}_in"), d_in, measured=False, transposed=True
             )
             self.linear.input_gradient(ctx, self.in_, d_x, d_product)
             self.linear.weight_gradients(ctx, self.in_, d_product, x)
+
+    def _back_through_norm(
+        self, ctx: LayerContext, tensors: _Tensors, to: tuple[Tensor, ...], d_gated: Tensor
+    ) -> None:
+        """to: gradients of states, of the product, whose columns of z are computed, and of z if
+        norms stay with tokens."""
+        (d_state, d_in, d_z), d_weight = to, ctx.g.get(self.norm)
+        backward = partial(gated_norm.backward, self.dev, gate_first=self.gate_first)
+        weight, eps, product = self.norm_weight(ctx.w), self.eps, tensors.product
+        if d_z is None:
+            x = (tensors.state, product, weight, eps, self.of_gate)
+            backward(d_state, d_in, d_weight, d_gated, *x)
+            return
+        with ExitStack() as temps:
+            state = self.exchange.to_tokens(temps, tensors.state, self.of_out)
+            with self.exchange.to_heads(d_state, self.of_out) as of_tokens:
+                backward(of_tokens, d_z, d_weight, d_gated, state, tensors.z, weight, eps, 0)
 
     def _back_through_states(
         self, ctx: LayerContext, temps: ExitStack, tensors: _Tensors, d_in: Tensor, d_state: Tensor
@@ -271,7 +333,7 @@ class MambaHalf(DeltaHalf):
     """The state spaces of all layers (Mamba-2), in which C, B and x are queries, keys and
     values."""
 
-    name, rule, gate_parts, gate_first = "mamba", ssd, 1, True
+    name, rule, gate_parts, gate_first, norms_key_heads = "mamba", ssd, 1, True, True
 
     def of_rule(self, w: PartWeights) -> tuple[Tensor, ...]:
         return (w["skip"],)
@@ -280,4 +342,5 @@ class MambaHalf(DeltaHalf):
         return (g.get("skip"),)
 
     def norm_weight(self, w: PartWeights) -> Tensor:
-        return w[self.norm].view(self.heads.Hk, self.values // self.heads.Hk)
+        weight = w[self.norm]
+        return weight.view(weight.size // self.normed, self.normed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmq.arch.head_shares import HeadShares, head_shares
 from llmq.arch.model_config import Heads
 from llmq.options.conditions import why_undivided, wrong_lengths
 from llmq.options.option_types import lengths_of, option, parse_lengths, parse_stages
@@ -52,8 +53,12 @@ class BatchOptions:
 
     def local_heads(self, heads: Heads) -> Heads:
         """Return the numbers of heads whose attention one device computes, over whole sequences."""
-        parts = self.context_parallel
-        return Heads(heads.query // parts, max(heads.kv // parts, 1), heads.channels)
+        shares = self.head_shares(heads)
+        return Heads(len(shares.queries[0]), len(shares.keys[0]), heads.channels)
+
+    def head_shares(self, heads: Heads) -> HeadShares:
+        """Return the heads of each of the GPUs that divide sequences."""
+        return head_shares(heads.query, heads.kv, self.context_parallel)
 
 
 BATCH_RULES = (

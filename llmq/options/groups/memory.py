@@ -225,7 +225,7 @@ MEMORY_RULES = (
     ),
     *refused(
         "attn_bwd_chunks",
-        lambda v, o, model: v > o.batch_size * model.num_heads // o.context_parallel,
+        lambda v, o, model: v > o.batch_size * o.local_heads(model.heads_of(0)).query,
         "{value} is more than --batch-size {batch_size} times the model's "
         "{model.num_heads} query heads, by --context-parallel {context_parallel}",
     ),
