@@ -10,7 +10,8 @@ it multiplies, and the keys and values of all texts when half the new tokens are
 --kv-dtype another line gives the mean difference of log-probabilities from a run with keys and
 values in the model's format, over greedy texts up to the first token that differs. With --prompts N
 a last line compares the speed of the pass over prompts of N tokens, for as many texts as in the
-last row, with the forward pass of training over the same tokens.
+last row, with the forward pass of training over the same tokens. --exact: a text's bits depend on
+no other text, as with this flag of `llmq sample`.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ CODES = {"nf4": 33 / 64, "mxfp4": 17 / 32, "e4m3": 1, "int8": 1}  # bytes of a v
 
 class Dtypes(NamedTuple):
     """Formats of the model (model), of the blocks' matrices (base), and of keys and values (kv);
-    None: as the model."""
+    None: as the model. exact: True if a text's bits depend on no other text."""
 
     model: str
     base: str | None
     kv: str | None
+    exact: bool
 
 
 class Row(NamedTuple):
@@ -117,7 +119,7 @@ def bytes_read(
 def opened(machine: Machine, model: str, dtypes: Dtypes, texts: int, positions: int) -> Sampler:
     """A sampler of the preset, with random weights."""
     config = preset(model)
-    form = (positions, parse_dtype(dtypes.model), texts, dtypes.base, dtypes.kv)
+    form = (positions, parse_dtype(dtypes.model), texts, dtypes.base, dtypes.kv, dtypes.exact)
     return Sampler(machine, config, lambda w: w.init(config, 0), *form)
 
 
@@ -178,7 +180,7 @@ def measure(
             start = time.perf_counter()
             count = sum(1 for _ in sampler.generator.stream(requests))
             found.append(count / (time.perf_counter() - start))
-        return bytes_read(sampler, *dtypes[1:], texts, prompt + new / 2), found[1:]
+        return bytes_read(sampler, dtypes.base, dtypes.kv, texts, prompt + new / 2), found[1:]
 
 
 def difference(machine: Machine, model: str, dtypes: Dtypes, prompt: int, new: int) -> float:
@@ -203,6 +205,7 @@ def main(
     model_dtype: str = "bf16",
     base_dtype: Annotated[str | None, typer.Option(help="Of the blocks' matrices.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="As of llmq sample.")] = False,
     prompt: int = 16,
     new: int = 128,
     repeats: int = 5,
@@ -211,7 +214,7 @@ def main(
     """Measure decoding and print a table."""
     machine = choose_machine(device, 1)
     rate, rows = copy_rate(machine), []
-    dtypes = Dtypes(model_dtype, base_dtype, kv_dtype)
+    dtypes = Dtypes(model_dtype, base_dtype, kv_dtype, exact)
     for count in map(int, texts.split(",")):
         read, found = measure(machine, model, dtypes, count, prompt, new, repeats)
         speeds = (statistics.median(found), min(found), max(found))
@@ -220,6 +223,7 @@ def main(
     what = f"{model}, matrices in {kept}, {prompt} + {new} tokens"
     if kv_dtype is not None:
         what += f", keys and values in {kv_dtype}"
+    what += ", exact" * exact
     print(f"llmq {__version__}, {machine.spec.name}, {what}")
     print(f"copies {rate / 1e9:.1f} GB/s\n")
     print("| texts | tokens/s | runs | x the first row | floor | of the floor |")

@@ -41,6 +41,7 @@ def _kept(value: str | None) -> str | None:
 
 
 KvDtype = option(str | None, "Format of keys and values: e4m3; --model-dtype.", callback=_kept)
+Exact = option(bool, "A text's bits do not depend on other texts.", "--exact")
 
 
 def sample(
@@ -63,6 +64,7 @@ def sample(
     model_dtype: ModelDtype = "bf16",
     base_dtype: BaseDtype = None,
     kv_dtype: KvDtype = None,
+    exact: Exact = False,
     verbose: option(bool, "Say what the first token has waited for.", "--verbose", "-v") = False,
 ) -> None:
     """Continue a text with a trained model.

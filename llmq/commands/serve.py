@@ -2,7 +2,15 @@
 
 from llmq.base.errors import ConfigError
 from llmq.commands.common import Device, option
-from llmq.commands.models import Adapter, BaseDtype, KvDtype, Model, ModelDtype, adapter_folder
+from llmq.commands.models import (
+    Adapter,
+    BaseDtype,
+    Exact,
+    KvDtype,
+    Model,
+    ModelDtype,
+    adapter_folder,
+)
 
 
 def serve(
@@ -23,6 +31,7 @@ def serve(
     model_dtype: ModelDtype = "bf16",
     base_dtype: BaseDtype = None,
     kv_dtype: KvDtype = None,
+    exact: Exact = False,
 ) -> None:
     """Serve a model to clients of OpenAI's completions and chat completions.
 

@@ -12,6 +12,11 @@ Without a free block the newest text gives its blocks back, waits, and is prefil
 If no text enters and no block is missing, the host enqueues the next pass before it reads the last
 pass's tokens: tokens go from pass to pass on the device. For a text that ends with one of its
 `stop` ids, the device then computes one more token, which is dropped. Results are the same bits.
+
+A product may round a row differently in a pass with another number of rows. With `exact`, a text's
+bits do not depend on its neighbours. Then all decode passes of a GPU have the same number of rows,
+a pass over a prompt has one prompt, and a text enters only if all its blocks are free, so that no
+text is prefilled twice.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -28,7 +34,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import I32, DType
-from llmq.base.errors import NOT_FINITE, LlmqError
+from llmq.base.errors import NOT_FINITE, ConfigError, LlmqError
 from llmq.base.step_inputs import StepInputs
 from llmq.base.tensor import Tensor
 from llmq.formats import OPERANDS
@@ -77,21 +83,22 @@ class Generator:
         piece: int = PIECE,
         kv_dtype: DType | None = None,
         rings: bool = False,
+        exact: bool = False,
         options: StepOptions | None = None,
         scalars: Tensor | None = None,
     ):
         """weights: a `Step`'s, with the step's options and StepScalars; or placement.resident's.
         blocks: number of blocks, at least blocks_of(positions) + 1. piece: most tokens of prompts
         in one pass. kv_dtype: format of keys and values, E4M3 or the model's. rings: True: layers
-        with a window keep only tokens that later tokens see, if this takes less memory."""
+        with a window keep only tokens that later tokens see, if this takes less memory. exact:
+        True: a text's bits do not depend on its neighbours; ConfigError if that cannot be had."""
         self.dev, self.config, self.weights = dev, config, weights
         constants, shards = len(dev.constants), dev.mesh.size("shard")
         self.positions, self.num_blocks = positions, blocks
         dtype = weights.placement["embed"].work.dtype
         alone = scoring_options(config, dtype, 1, 4).for_step
         self._options = alone if options is None else _of_generation(options, alone)
-        coded = OPERANDS[self._options.precision.matmul_dtype] is not Operands
-        rows = CODED_ROWS if coded else 1
+        self._exact, rows = exact, self._least_rows(exact=exact)
         self.slots = slots = max(slots, rows)
         self._scalars = scalars
         self._carries = any(
@@ -106,13 +113,12 @@ class Generator:
         self._seen = dev.alloc("seen", (slots, -(-config.outputs // 32)), I32, "Activations")
         self._inputs = self._inputs_of_texts()
         self._chosen = Chosen(dev, slots)
-        sizes = [B for B in _powers(slots) if rows <= B]
-        self._decodes = {B: self._pass(self._inputs, B, 1, 0) for B in sizes}
+        self._decodes = {B: self._pass(self._inputs, B, 1, 0) for B in self._decode_sizes(rows)}
         self._prefills = self._prompt_passes(min(piece, positions), piece, beside, rows)
         streams = any(slab.work.streamed for slab in weights.placement.slabs.values())
-        self._busy = None
-        if streams and shards > 1:
-            self._busy = dev.alloc("busy", (shards, ALIGN // 4), I32, "Activations")
+        words = (shards, ALIGN // 4)
+        gathers = streams and shards > 1
+        self._busy = dev.alloc("busy", words, I32, "Activations") if gathers else None
         self._shares = shards > 1
         smallest = next(iter(self._decodes.values()))
         self._idle_pass = ("decode", smallest, self._decoding(smallest))
@@ -125,6 +131,20 @@ class Generator:
         self._flight: _Flight | None = None
         # Several ranks agree on each pass, and the CPU computes a pass at once.
         self.goes_ahead = self._busy is None and dev.spec.capability > 0
+
+    def _least_rows(self, *, exact: bool) -> int:
+        """Return the least number of tokens in a pass. ConfigError if `exact` cannot be had."""
+        if OPERANDS[self._options.precision.matmul_dtype] is Operands:
+            return 1
+        if exact:
+            raise ConfigError("--exact: excludes fp8 and int8 products: texts share their scales")
+        return CODED_ROWS
+
+    def _decode_sizes(self, least: int) -> list[int]:
+        """Return the numbers of rows of decode passes, each at least `least`."""
+        if self._exact and self.dev.spec.capability > 0:
+            return [self.slots]
+        return [B for B in _powers(self.slots) if least <= B]
 
     def _rings_of(self, piece: int) -> tuple[Rings | None, int]:
         """Rings of layers with a window (None unless they take less memory than blocks), and the
@@ -153,7 +173,7 @@ class Generator:
         """The passes over prompts, with at least `least` rows each: passes over `beside` texts with
         up to `longest` tokens, and passes over more texts with `piece` tokens together."""
         shapes = [(beside, T) for T in _powers(longest, 1 if self._carries else 2)]
-        if not self._carries:
+        if not self._carries and not self._exact:
             shapes += [
                 (B, min(piece // B, longest)) for B in _powers(min(self.slots, piece), 2)[1:]
             ]
@@ -225,7 +245,8 @@ class Generator:
 
     def _enqueue(self, kind: str, each: Pass, fn: Callable[[bool], None], *, stale: bool) -> None:
         each.inputs.upload()
-        self.dev.replay((kind, each.texts, each.tokens, stale), partial(fn, stale))
+        with self.dev.rows_apart() if self._exact else nullcontext():
+            self.dev.replay((kind, each.texts, each.tokens, stale), partial(fn, stale))
 
     def _any_busy(self, busy: bool) -> bool:
         if self._busy is None:
@@ -350,8 +371,8 @@ class Generator:
             if prompt is None:
                 self._drop_prompts()
             shared = 0 if prompt is None else len(prompt.ids) // BLOCK
-            needed = self.blocks_of(len(text.ids)) + 1 - shared
-            if self._running and len(self._free) < needed + len(self._running):
+            needed = self.blocks_of(self._last_length(text)) + 1 - shared
+            if self._running and len(self._free) < needed + self._reserved():
                 return
             if prompt is None:
                 self._prefill(self._next_prompts())
@@ -359,6 +380,18 @@ class Generator:
             self._waiting.popleft()
             self._enter(text, prompt)
             self._running.append(text)
+
+    def _last_length(self, text: Text) -> int:
+        """Number of the text's tokens for which it takes blocks when it enters."""
+        if not self._exact:
+            return len(text.ids)
+        return min(len(text.request.prompt) + text.request.max_new_tokens, self.positions)
+
+    def _reserved(self) -> int:
+        """Number of free blocks that running texts keep for their next tokens."""
+        if not self._exact:
+            return len(self._running)
+        return sum(self.blocks_of(self._last_length(t)) - len(t.blocks) for t in self._running)
 
     def _drop_prompts(self) -> None:
         for prompt in self._prompts.values():
@@ -369,7 +402,8 @@ class Generator:
         """The next waiting texts' prompts, which are computed together: at least one, and more
         while free blocks last."""
         found: dict[tuple[int, ...], list[int]] = {}
-        most = 1 if self._carries else max(each.texts for each in self._prefills)
+        alone = self._carries or self._exact
+        most = 1 if alone else max(each.texts for each in self._prefills)
         if self._rings is not None:
             most = min(most, self._rings.texts - self.slots)
         room = len(self._free) - len(self._running)

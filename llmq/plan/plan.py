@@ -179,6 +179,7 @@ def plan_generation(
         of_text = Generator.blocks_of(config.seq_len)
         most, least = slots * of_text + 1, max(slots * of_text // 2, of_text) + 1
         sizes = {"slots": slots, "positions": config.seq_len, "piece": min(PIECE, 4 * slots)}
+        sizes |= {"exact": True} if config.exact else {}
         with arena.over(step.model.activations_at):
             sizes["blocks"] = least
             generator = step.new_generator(**sizes)

@@ -53,6 +53,7 @@ def run_prompts(
     model_dtype: str,
     base_dtype: str | None,
     kv_dtype: str | None,
+    exact: bool = False,
     **how: Any,
 ) -> None:
     """Print a JSON line for each sample of each prompt of a file, in order. The line is the
@@ -74,7 +75,7 @@ def run_prompts(
         positions = max(len(prompt.ids) for prompt in given) + choice.max_new_tokens
         sizes = (min(positions, config.max_positions), parse_dtype(model_dtype))
         slots = min(len(given) * num_samples, SLOTS)
-        form = (*sizes, slots, base_dtype, kv_dtype)
+        form = (*sizes, slots, base_dtype, kv_dtype, exact)
         sampler = Sampler(machine, config, lambda w: w.load(read), *form)
     ends = {tokenizer.eos_id}.union(*(p.talk.stop.ids for p in given if p.talk is not None))
     requests = choice.requests(config, [prompt.ids for prompt in given], num_samples, ends)

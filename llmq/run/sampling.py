@@ -53,13 +53,15 @@ class Sampler(Closing):
         slots: int = 1,
         base_dtype: str | None = None,
         kv_dtype: str | None = None,
+        exact: bool = False,
         mark: Callable[[str], None] = lambda part: None,
     ):
         """fill: function that loads or initializes the weights. positions: tokens of the longest
         text. dtype: format of weights and activations. slots: most texts at a time; the number is
         halved while memory is too small. base_dtype: format of the blocks' matrices, as in
-        --base-dtype; None: dtype. kv_dtype: format of keys and values, "e4m3"; None: dtype. mark:
-        function called with the name of each part of the start when the part ends.
+        --base-dtype; None: dtype. kv_dtype: format of keys and values, "e4m3"; None: dtype.
+        exact: True to make the bits of a text independent of other texts. mark: function called
+        with the name of each part of the start when the part ends.
 
         Raises ConfigError for a model that predicts no tokens, and LlmqError if memory is too
         small.
@@ -69,7 +71,7 @@ class Sampler(Closing):
         self.config, table = config, weight_table(config)
         placement = placed_to_read(config, table, dtype, base_dtype)
         how = {"options": scoring_options(config, dtype, 1, 4, base_dtype).for_step}
-        how["kv_dtype"] = kv_dtype and parse_dtype(kv_dtype)
+        how |= {"kv_dtype": kv_dtype and parse_dtype(kv_dtype), "exact": exact}
         while True:
             blocks = slots * Generator.blocks_of(positions) + 1
             sizes = {"slots": slots, "positions": positions, "blocks": blocks, "rings": True}
@@ -280,6 +282,7 @@ def run_sample(
     model_dtype: str,
     base_dtype: str | None,
     kv_dtype: str | None,
+    exact: bool = False,
     verbose: bool,
     **how: Any,
 ) -> None:
@@ -310,12 +313,10 @@ def run_sample(
         longest = len(ids) + choice.max_new_tokens if ids else POSITIONS
         if ids:
             check_prompt(ids, config)
-        positions = min(longest, config.max_positions)
+        positions, slots = min(longest, config.max_positions), min(num_samples, SLOTS)
         stages.mark("model and tokenizer")
-        sampler = Sampler(
-            machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype),
-            min(num_samples, SLOTS), base_dtype, kv_dtype, stages.mark,
-        )  # fmt: skip
+        form = (positions, parse_dtype(model_dtype), slots, base_dtype, kv_dtype, exact)
+        sampler = Sampler(machine, config, lambda w: w.load(read), *form, stages.mark)
     with sampler:
         if not ids:
             _converse(talk, positions, choice, sampler)

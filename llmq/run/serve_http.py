@@ -148,6 +148,7 @@ def run_serve(
     model_dtype: str,
     base_dtype: str | None = None,
     kv_dtype: str | None = None,
+    exact: bool = False,
     ready: Callable[[Any], None] = lambda server: None,
 ) -> None:
     """Serve a model until a signal ends the program. texts: most texts that are continued at the
@@ -161,7 +162,7 @@ def run_serve(
         positions = min(max_tokens, config.max_positions)
         sampler = Sampler(
             machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype), texts,
-            base_dtype, kv_dtype,
+            base_dtype, kv_dtype, exact,
         )  # fmt: skip
     if host not in LOCAL and api_key is None:
         warn(f"--host {host}: whoever reaches this machine can use the model: give --api-key")

@@ -8,7 +8,7 @@ device is used by one thread, and devices share nothing.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -403,6 +403,11 @@ class Device(ABC):
         """Run fn as `graph` does; a HostDevice also records fn's calls and repeats the recorded
         calls. Use this for short work that repeats often."""
         self.graph(key, fn)
+
+    def rows_apart(self) -> AbstractContextManager[None]:
+        """Within the `with` block, a row's bits in a product depend on no other row, and on no
+        number of rows, where the device can choose that: on the CPU."""
+        return nullcontext()
 
     def fast_products(self) -> dict[str, bool]:
         """Return, by name, the fp8 products so far that may accumulate in fewer bits, each with

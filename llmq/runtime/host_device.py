@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.dtypes import BF16
+from llmq.base.products import products_in_tiles
 from llmq.base.tensor import DEVICE, SSD, TIERS, Storage, Tensor
 from llmq.runtime.device import HOST_SPEC, Device, Launch, MemorySizes
 from llmq.runtime.files import Files
@@ -139,6 +140,9 @@ class HostDevice(Device):
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         if not self._capture_only:
             fn()
+
+    def rows_apart(self) -> AbstractContextManager[None]:
+        return products_in_tiles()
 
     def replay(self, key: tuple, fn: Callable[[], Any]) -> None:
         """Run fn and record its calls of references; later runs with the same key repeat only these

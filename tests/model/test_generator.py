@@ -18,10 +18,12 @@ from llmq.options.cards import find_card, spec_of
 from llmq.options.presets import preset, resolve_model
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
+from tests.conftest import gpu_problem
 from tests.emulator import device as emulator
 from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
 
@@ -114,6 +116,46 @@ def test_a_text_does_not_depend_on_the_others():
     tight._prefill = lambda prompts: (begun.extend(prompts), prefill(prompts))
     same(completions(tight, requests[::-1])[::-1], together)
     assert len(begun) > len(requests)  # some were computed again
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_5", "qwen3_moe"])
+def test_exact_texts_have_the_same_bits_beside_any_others(name):
+    """Alone, and among others in another order, in tight memory: every bit is equal."""
+    requests = [Request(ids, 8 + i, seed=i) for i, ids in enumerate(prompts(3, 17, 5, 30, 1, 9))]
+    generator = generator_for(name, slots=5, blocks=12, exact=True)
+    alone = [completions(generator, [request])[0] for request in requests]
+    beside = [Request(ids, 11, seed=50) for ids in prompts(4, 4, 20, seed=1)]
+    found = completions(generator, beside + requests[::-1])[len(beside) :][::-1]
+    for one, other in zip(alone, found, strict=True):
+        assert one.ids == other.ids
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_exact_texts_exclude_products_that_share_scales():
+    with pytest.raises(ConfigError, match="--exact: excludes fp8 and int8 products"):
+        trainer = trainer_for(
+            exported("qwen3"), model_dtype="bf16", matmul_dtype="e4m3", exact=True
+        )
+        with trainer:
+            trainer.generate([[1, 2]], max_new_tokens=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_exact_texts_on_a_gpu(dtype):
+    """More texts than the kernels of few rows take, in passes of the library's products."""
+    if problem := gpu_problem():
+        pytest.skip(problem)
+    machine = choose_machine("cuda", 1)
+    how = {"dtype": dtype, "device": machine.open, "spec": machine.spec}
+    generator = generator_for("qwen3", slots=48, blocks=160, exact=True, **how)
+    given = prompts(*range(1, 41))
+    requests = [Request(ids[:30], 12, seed=i) for i, ids in enumerate(given)]
+    alone = [completions(generator, [request])[0] for request in requests[::7]]
+    together = completions(generator, requests[::-1])[::-1]
+    for one, other in zip(alone, together[::7], strict=True):
+        assert one.ids == other.ids
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 def test_passes_ahead_of_the_host_change_nothing():

@@ -36,6 +36,7 @@ class RlOptions:
     max_new_tokens: int = option(256, "Tokens of a sample, at most", min=1)
     max_turns: int = option(8, "Turns of the model with an environment, at most", min=1)
     temperature: float = option(1.0, "Temperature of the samples", min=0.01)
+    exact: bool = switch("Generate each text in bits that do not depend on other texts")
     updates: int = option(1, "Optimizer steps that train the same samples", min=1)
     scale_rewards: bool | None = option(
         None,
@@ -91,6 +92,11 @@ RL_RULES = (
         "keep_equal redraws overlong_buffer on_reward_error reward_seconds reward_workers",
         lambda v, o: not o.samples,
         "has no effect, it is of `llmq rl`",
+    ),
+    *idle(
+        "exact",
+        lambda v, o, script: not (script or o.samples or o.sample_prompt),
+        "has no effect, it is of `llmq rl` and --sample-prompt",
     ),
     *idle(
         "chat_template",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from llmq.base.products import product
 from llmq.ref.common import add_terms, compute, decode_fp8, half_product, store_gradient
 
 # rows, N, K, experts
@@ -30,7 +31,7 @@ def grouped_product(
     """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e] + addend, e the row's
     expert. FP8 codes are multiplied unscaled, and the sums by both scales."""
     values = compute if scale_x is None else decode_fp8
-    multiply = half_product if half else np.matmul
+    multiply = half_product if half else product
     for e, rows in _groups(np.array([0, R]) if starts is None else starts):
         matrix = values(w[e])
         total = multiply(values(x[rows]), matrix.T if trans_b else matrix)

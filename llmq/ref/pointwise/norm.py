@@ -7,6 +7,7 @@ and the result is rounded once.
 
 import numpy as np
 
+from llmq.base.products import product
 from llmq.ref.common import compute, emit_fp8, norm_factor, update_abs_max
 
 # name: (rows, C, whether it is LayerNorm)
@@ -67,7 +68,8 @@ def _layer_norm(
 ) -> None:
     """out, mean and rstd from x in the computing precision; out may have a narrower type."""
     count = x.dtype.type(x.shape[-1])
-    np.divide(x @ np.ones(x.shape[-1], x.dtype), count, out=mean)  # BLAS is the fastest row sum
+    ones = np.ones(x.shape[-1], x.dtype)
+    np.divide(product(x, ones), count, out=mean)  # BLAS is the fastest row sum
     centred = np.subtract(x, mean[:, None], out=out if out.dtype == x.dtype else None)
     rstd[...] = _rstd(centred, eps)
     centred *= rstd[:, None]

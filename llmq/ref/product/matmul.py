@@ -4,7 +4,15 @@ import threading
 
 import numpy as np
 
-from llmq.ref.common import add_terms, compute, decode_fp8, encode_fp8, row_blocks, update_abs_max
+from llmq.base.products import product
+from llmq.ref.common import (
+    add_terms,
+    compute,
+    decode_fp8,
+    encode_fp8,
+    row_blocks,
+    update_abs_max,
+)
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -68,7 +76,7 @@ def matmul(
     left = compute(a.T if trans_a else a)
     right = compute(b.T if trans_b else b)
     if out.dtype != left.dtype or alpha != 1 or beta != 1:
-        total = left @ right
+        total = product(left, right)
         total *= left.dtype.type(alpha)
         if bias is not None:
             total += compute(bias)
@@ -78,13 +86,13 @@ def matmul(
         out[...] = total
         return
     if not accumulate:
-        np.matmul(left, right, out=out)
+        product(left, right, out)
     else:
         rows = max(CHUNK // N, 256)
         for start in range(0, M, rows):
             stop = min(start + rows, M)
             part = _buffer((stop - start) * N, out.dtype)[: (stop - start) * N]
-            part = np.matmul(left[start:stop], right, out=part.reshape(stop - start, N))
+            part = product(left[start:stop], right, part.reshape(stop - start, N))
             out[start:stop] += part
     if bias is not None:
         out += bias
